@@ -1,0 +1,1 @@
+"""Attention kernels for LLM serving on AMD Instinct, in Triton alone."""
