@@ -1,0 +1,232 @@
+"""Facts of each GPU, and which one a tensor lives on.
+
+A fact appears here once, with its source in `Arch.sources`. Nothing is asked of a device at import; `detect` asks when a call
+needs it and remembers the answer. What identifies a GPU is its instruction set (`gfx942`, `sm_90`), its number of compute
+units and, between two SKUs equal in both, its memory: a product name never decides.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from types import MappingProxyType
+
+ROCM_SPECS = "rocm.docs.amd.com, AMD GPU specifications table"
+DATASHEET = "vendor product page"
+COMPILED = "compiled and counted from the assembly with Triton 3.6.0 and 3.9.0, no GPU"
+LLVM_MODEL = "LLVM 22 scheduling model, cross-checked against the data-sheet peak"
+ASSUMED = "assumed, no public source found"
+
+
+@dataclass(frozen=True, eq=False)  # identity is equality: `detect` and `by_name` hand out one object per GPU
+class Arch:
+    """What the library needs to know about one GPU. Sizes in bytes, bandwidths in bytes per second, clocks in Hz."""
+
+    name: str  # instruction set: "gfx942", "gfx950", "sm_90", or "interpreter"
+    sku: str
+    table: str  # folder of autotune_configs/ whose rows are meant for this instruction set
+    backend: str  # Triton's name of it: "hip", "cuda" or "cpu"
+    compute_units: int
+    fp8_types: tuple[str, ...]  # torch dtype names that the matrix units take as they are
+    lds_bytes: int  # local (shared) memory that one program may use
+    lds_bytes_per_clock: int = 128
+    lds_bytes_per_unit: int = 0  # that of a compute unit; 0: the same as lds_bytes
+    dies: int = 1  # XCDs: consecutive programs go round-robin over them, each has its own L2
+    simds: int = 4  # per compute unit
+    wave_size: int = 64
+    registers: int = 512  # 32-bit registers per lane and SIMD; on CDNA vector and accumulator registers share them
+    register_granule: int = 8
+    max_waves: int = 8  # per SIMD
+    max_registers: int = 512  # per lane of one wave
+    clock: float = 1e9
+    hbm_bytes: float = 0.0
+    hbm_bandwidth: float = 0.0
+    hbm_efficiency: float = 0.8  # streaming ceiling over the data-sheet figure
+    l2_bytes: int = 0  # of one die
+    last_level_bytes: int = 0  # shared by all dies
+    matrix_flops: float = 0.0  # bf16, dense, data sheet
+    matrix_flops_fp8: float = 0.0
+    exp_cycles: int = 16  # of one wave's v_exp_f32
+    async_copy_bits: int = 0  # widest global-to-LDS copy per lane; 0: none
+    sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    @property
+    def simulated(self) -> bool:
+        """True for the CPU pseudo-arch, where time means nothing."""
+        return self.backend == "cpu"
+
+    def occupancy(self, registers: int, lds: int, num_warps: int) -> float:
+        """Waves per SIMD that fit at once, from registers per lane (vector and accumulator), LDS bytes and warps of a program.
+
+        Computed, because the assembler's own line is capped by `waves_per_eu` and ignores LDS.
+        """
+        granule = self.register_granule
+        used = max(granule, -(-registers // granule) * granule)
+        per_simd = min(self.max_waves, self.registers // used)
+        programs = per_simd * self.simds // num_warps
+        if lds:
+            programs = min(programs, (self.lds_bytes_per_unit or self.lds_bytes) // lds)
+        return programs * num_warps / self.simds
+
+
+def _fact(sku, base, sources=None, **facts):
+    merged = {**base["sources"], **(sources or {})}
+    return Arch(sku=sku, **{**base, "sources": MappingProxyType(merged), **facts})
+
+
+_CDNA3 = {
+    "name": "gfx942", "table": "gfx942", "backend": "hip", "fp8_types": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
+    "lds_bytes": 64 * 1024, "lds_bytes_per_clock": 128, "async_copy_bits": 32, "exp_cycles": 16, "clock": 2.1e9, "l2_bytes": 4 << 20,
+    "last_level_bytes": 256 << 20,
+    "sources": {
+        "compute_units": ROCM_SPECS, "dies": ROCM_SPECS, "lds_bytes": ROCM_SPECS, "registers": ROCM_SPECS, "l2_bytes": ROCM_SPECS,
+        "last_level_bytes": ROCM_SPECS, "hbm_bytes": DATASHEET, "hbm_bandwidth": DATASHEET, "clock": DATASHEET,
+        "matrix_flops": DATASHEET, "matrix_flops_fp8": DATASHEET, "fp8_types": "Triton, backends/amd/compiler.py",
+        "lds_bytes_per_clock": "ROCm blog, FP8 GEMM optimisation on CDNA4, table 1", "async_copy_bits": COMPILED,
+        "max_waves": COMPILED, "register_granule": COMPILED, "exp_cycles": ASSUMED,
+        "hbm_efficiency": "ROCm/legacy-rocm-build#5070: 4.2 of 5.3 TB/s on MI300X",
+    },
+}  # fmt: skip
+_CDNA4 = dict(
+    _CDNA3, name="gfx950", table="gfx950", fp8_types=("float8_e4m3fn", "float8_e5m2"),
+    lds_bytes=160 * 1024, lds_bytes_per_clock=256, async_copy_bits=128, exp_cycles=8,
+    sources={**_CDNA3["sources"], "hbm_efficiency": "ROCm/aiter#5190 and tokenspeed#191: 5.0 to 6.5 of 8.0 TB/s on MI355X"},
+)  # fmt: skip
+_HOPPER = {
+    "name": "sm_90", "table": "sm_90", "backend": "cuda", "fp8_types": ("float8_e4m3fn", "float8_e5m2"), "compute_units": 132,
+    "lds_bytes": 227 * 1024, "lds_bytes_per_unit": 228 * 1024, "lds_bytes_per_clock": 128, "wave_size": 32, "registers": 512, "register_granule": 8,
+    "max_waves": 16, "max_registers": 255, "clock": 1.83e9, "matrix_flops": 989e12, "matrix_flops_fp8": 1979e12, "exp_cycles": 8, "async_copy_bits": 128,
+    "l2_bytes": 50 << 20, "hbm_efficiency": 0.9,
+    "sources": {
+        "compute_units": DATASHEET, "lds_bytes": "CUDA programming guide, compute capability 9.0", "registers": "CUDA programming guide",
+        "max_waves": "CUDA programming guide: 64 warps on 4 partitions", "max_registers": "CUDA programming guide", "clock": DATASHEET,
+        "matrix_flops": DATASHEET, "matrix_flops_fp8": DATASHEET, "hbm_bytes": DATASHEET, "hbm_bandwidth": DATASHEET,
+        "l2_bytes": DATASHEET, "fp8_types": "PTX ISA, wgmma", "exp_cycles": "CUDA programming guide: 16 results a clock and unit, 4 partitions",
+        "hbm_efficiency": "measured on an H200: 4.2 to 4.5 of 4.8 TB/s reading", "async_copy_bits": "PTX ISA, cp.async",
+    },
+}  # fmt: skip
+
+# The first of two SKUs that detection cannot tell apart is the one it names.
+KNOWN = (
+    _fact("MI300X", _CDNA3, compute_units=304, dies=8, hbm_bytes=192e9, hbm_bandwidth=5.3e12, matrix_flops=1307.4e12, matrix_flops_fp8=2614.9e12),
+    _fact("MI325X", _CDNA3, compute_units=304, dies=8, hbm_bytes=256e9, hbm_bandwidth=6.0e12, matrix_flops=1307.4e12, matrix_flops_fp8=2614.9e12),
+    _fact("MI300A", _CDNA3, compute_units=228, dies=6, hbm_bytes=128e9, hbm_bandwidth=5.3e12, matrix_flops=980.6e12, matrix_flops_fp8=1961.2e12),
+    _fact("MI308X", _CDNA3, compute_units=80, dies=4, hbm_bytes=192e9, hbm_bandwidth=5.3e12, matrix_flops=344e12, matrix_flops_fp8=688e12,
+          sources={"compute_units": ASSUMED, "dies": ASSUMED, "hbm_bandwidth": ASSUMED,
+                   "matrix_flops": "2048 FLOP per clock and unit, as MI300X", "matrix_flops_fp8": "4096 FLOP per clock and unit, as MI300X"}),
+    _fact("MI355X", _CDNA4, compute_units=256, dies=8, clock=2.4e9, hbm_bytes=288e9, hbm_bandwidth=8.0e12, matrix_flops=2516e12, matrix_flops_fp8=5033e12),
+    _fact("MI350X", _CDNA4, compute_units=256, dies=8, clock=2.2e9, hbm_bytes=288e9, hbm_bandwidth=8.0e12, matrix_flops=2307e12, matrix_flops_fp8=4614e12),
+    _fact("H200", _HOPPER, hbm_bytes=141e9, hbm_bandwidth=4.8e12),
+    _fact("H100", _HOPPER, hbm_bytes=80e9, hbm_bandwidth=3.35e12),
+    Arch(name="interpreter", sku="CPU", table="interpreter", backend="cpu", compute_units=8, lds_bytes=1 << 30,
+         fp8_types=("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+         sources=MappingProxyType({"compute_units": "chosen: small, so that tests reach split and unsplit plans with few tokens",
+                                   "lds_bytes": "no limit", "fp8_types": "emulated"})),
+)  # fmt: skip
+INTERPRETER = KNOWN[-1]
+
+
+# Cycles that one wave's matrix instruction holds its SIMD, by the shape in the instruction's name. Source: LLVM_MODEL; the f8f6f4
+# figures are for fp8 operands, double what that model prints for fp4.
+MATRIX_CYCLES = {"32x32x64": 64, "16x16x128": 32, "32x32x16": 32, "32x32x8": 32, "16x16x32": 16, "16x16x16": 16, "32x32x4": 64, "16x16x8": 16, "16x16x4": 32}
+
+
+def by_name(name: str) -> Arch:
+    """The facts for an instruction set ("gfx942": its first SKU), a SKU ("MI308X") or "interpreter".
+
+    An instruction set that is not known gets the facts of the nearest known one and keeps its own name, so that
+    `tuning.table` looks for tables of its own first. ValueError for anything that names no GPU at all.
+    """
+    for arch in KNOWN:
+        if name.lower() in (arch.name.lower(), arch.sku.lower()):
+            return arch
+    return _unknown(name)
+
+
+@cache
+def _unknown(name: str) -> Arch:
+    family, code = ("sm_", 10) if name.startswith("sm_") else ("gfx", 16)
+    try:
+        number = int(name[len(family) :].rstrip("a") if code == 10 else name[len(family) :], code)
+        if not name.startswith(family):
+            raise ValueError
+    except ValueError:
+        known = ", ".join(dict.fromkeys(a.name for a in KNOWN)) + "; " + ", ".join(a.sku for a in KNOWN)
+        raise ValueError(f"arch must be a name like gfx942 or sm_90, or one of: {known}; got {name!r}") from None
+    kin = [arch for arch in KNOWN if arch.name.startswith(family)]
+    nearest = min(kin, key=lambda arch: abs(int(arch.name[len(family) :], code) - number))
+    return replace(nearest, name=name, sku="unknown")
+
+
+def detect(device=None) -> Arch:
+    """The GPU behind a `torch.device` (or its name; None: the current one).
+
+    In this order: the environment variable TRITONATTN_ARCH; for the CPU, the pseudo-arch "interpreter", unless Triton's
+    active driver reports a HIP target there (a stand-in driver that compiles or simulates); the device's own properties.
+    """
+    override = os.environ.get("TRITONATTN_ARCH")
+    if override:
+        return by_name(override)
+    import torch
+
+    if device is None:
+        device = torch.device("cuda") if torch.cuda.is_available() else torch.device("cpu")
+    elif isinstance(device, (str, int)):
+        device = torch.device(device)
+    if device.type == "cpu":
+        return _of_driver()
+    if device.type != "cuda":
+        raise ValueError(f"device must be cpu or cuda (ROCm calls its devices cuda too), got {device}")
+    return _of_device(torch.cuda.current_device() if device.index is None else device.index)
+
+
+def _of_driver() -> Arch:
+    """The arch of Triton's active driver when it claims to run CPU tensors, else the interpreter's."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return INTERPRETER
+    try:
+        from triton.runtime.driver import driver
+
+        target = driver.active.get_current_target()
+        on_cpu = driver.active.get_active_torch_device().type == "cpu"
+    except (ImportError, RuntimeError, AttributeError):  # no Triton, or no driver for this machine
+        return INTERPRETER
+    return by_name(target.arch) if on_cpu and target.backend == "hip" else INTERPRETER
+
+
+@cache
+def _of_device(index: int) -> Arch:
+    import torch
+
+    props = torch.cuda.get_device_properties(index)
+    gcn = getattr(props, "gcnArchName", "") if torch.version.hip else ""
+    name = gcn.split(":")[0] or f"sm_{props.major}{props.minor}"
+    return _match(name, props.multi_processor_count, props.total_memory)
+
+
+def _match(name: str, compute_units: int, memory: float) -> Arch:
+    """The known SKU nearest in compute units, then in memory, with the device's own number of units.
+
+    A GPU in a partition mode (fewer units than its SKU) is such a case: the tables hold, the counts are the device's.
+    """
+    kin = [arch for arch in KNOWN if arch.name == name] or [by_name(name)]
+    arch = min(kin, key=lambda a: (abs(a.compute_units - compute_units), abs(a.hbm_bytes - memory)))
+    return arch if arch.compute_units == compute_units else replace(arch, compute_units=compute_units)
+
+
+def warn_untuned(arch: Arch, table: str) -> None:
+    """Say once per instruction set that rows made for another one are in use, and how to make its own."""
+    if arch.name not in _warned:
+        _warned.add(arch.name)
+        warnings.warn(
+            f"no tables for {arch.name}: using those of {table}. Results are right, speed is untuned; "
+            f"`tritonattn tune --arch {arch.name}` writes autotune_configs/{arch.name}/.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+
+
+_warned: set[str] = set()
