@@ -1,0 +1,28 @@
+# Each target that needs the environment makes it first. To use one that exists already (a ROCm container, say):
+#     make test-gpu PY=python3
+PY ?= .venv/bin/python
+PYTEST_ARGS ?=
+ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.complete)
+
+.PHONY: help venv test test-gpu lint clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  \1\t/' | expand -t 14
+
+venv: $(ENV)     ## .venv with all that the demo and the tests need
+
+.venv/.complete: pyproject.toml .ci/constraints.txt .ci/venv
+	.ci/venv .venv
+
+test: $(ENV)     ## all tests on the CPU, in Triton's interpreter
+	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)
+
+test-gpu: $(ENV) ## the same tests on the GPU that torch sees
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+lint: $(ENV)     ## ruff and mypy
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+clean:           ## everything that git ignores
+	git clean -fdXq

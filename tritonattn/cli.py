@@ -1,0 +1,44 @@
+"""The ``tritonattn`` command: names the subcommands and loads only the one that runs.
+
+A subcommand is a module with ``add_arguments(parser)`` and ``run(args) -> int | None`` (the exit code).
+"""
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+COMMANDS = {
+    "info": ("tritonattn.info", "device, arch, versions and the tables found"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs ``argv`` (default: the process's own arguments) and returns the exit code."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    name = next((word for word in argv if not word.startswith("-")), None)
+    args = _parser(name).parse_args(argv)
+    try:
+        return args.run(args) or 0
+    except KeyboardInterrupt:
+        return 130
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        if args.traceback:
+            raise
+        print(f"tritonattn {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser of every command; only the chosen one's module is imported, to add its arguments."""
+    parser = argparse.ArgumentParser(prog="tritonattn", description="Attention kernels for LLM serving, in Triton.")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, summary) in COMMANDS.items():
+        command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
+        if name == chosen:
+            implementation = importlib.import_module(module)
+            implementation.add_arguments(command)
+            command.set_defaults(run=implementation.run)
+    return parser

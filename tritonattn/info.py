@@ -1,0 +1,109 @@
+"""``tritonattn info``: what this machine and this install offer."""
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from tritonattn.tuning.tables_dir import tables_dir
+
+TESTED_TRITON = ((3, 6), (3, 10))  # from, below; as in pyproject.toml
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = collect()
+    if args.json:
+        print(json.dumps(facts, indent=2))
+        return 0
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in facts.items():
+        if name not in ("notes", "tables"):
+            table.add_row(f"[bold]{name}", str(value))
+    for arch, kernels in facts["tables"].items():
+        table.add_row(f"[bold]tables {arch}", ", ".join(f"{kernel} ({rows})" for kernel, rows in kernels.items()))
+    console = Console()
+    console.print(table)
+    for note in facts["notes"]:
+        console.print(f"[yellow]note[/] {note}")
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """The facts as a JSON-ready mapping; ``notes`` are sentences on what is missing or untested."""
+    notes: list[str] = []
+    facts: dict[str, Any] = {
+        "tritonattn": importlib.metadata.version("tritonattn") if _installed("tritonattn") else "a checkout, not installed",
+        "python": platform.python_version(),
+    }
+    facts |= _torch(notes)
+    facts |= _triton(notes)
+    try:
+        folder = tables_dir()
+        facts["tables folder"] = str(folder)
+        facts["tables"] = {arch.name: _rows(arch) for arch in sorted(folder.iterdir()) if arch.is_dir()}
+    except FileNotFoundError as error:
+        facts["tables"] = {}
+        notes.append(str(error))
+    facts["notes"] = notes
+    return facts
+
+
+def _torch(notes: list[str]) -> dict[str, Any]:
+    try:
+        import torch
+    except ImportError:
+        notes.append("PyTorch is not installed; README.md, section Install, has the line for ROCm, CUDA and CPU")
+        return {"torch": None}
+    facts: dict[str, Any] = {"torch": torch.__version__}
+    if not torch.cuda.is_available():
+        notes.append("no GPU: ops run in Triton's interpreter, with TRITON_INTERPRET=1 set before Triton is imported")
+        return facts | {"device": "cpu"}
+    device = torch.cuda.get_device_properties(0)
+    # gcnArchName is "gfx942:sramecc+:xnack-"; the part before the colon names the arch.
+    arch = device.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{device.major}{device.minor}"
+    return facts | {
+        "device": device.name,
+        "devices": torch.cuda.device_count(),
+        "arch": arch,
+        "memory": f"{device.total_memory / 2**30:.0f} GiB",
+        "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
+    }
+
+
+def _triton(notes: list[str]) -> dict[str, Any]:
+    try:
+        import triton
+    except ImportError:
+        notes.append("Triton is not installed; README.md, section Install, has the line for ROCm, CUDA and CPU")
+        return {"triton": None}
+    first, beyond = TESTED_TRITON
+    version = tuple(int(part) for part in triton.__version__.split("+")[0].split(".")[:2])
+    if not first <= version < beyond:
+        notes.append(f"Triton {triton.__version__} is outside the tested range {first[0]}.{first[1]} <= version < {beyond[0]}.{beyond[1]}")
+    # Two distributions that both ship the module `triton` overwrite each other's files: the fault that installs must avoid.
+    owners = sorted(set(importlib.metadata.packages_distributions().get("triton", [])))
+    if len(owners) > 1:
+        notes.append(f"{' and '.join(owners)} both install the module triton over each other; keep the one that your torch names")
+    return {"triton": triton.__version__, "interpreter": os.environ.get("TRITON_INTERPRET", "0") == "1"}
+
+
+def _rows(arch_folder) -> dict[str, int]:
+    return {path.stem: len(json.loads(path.read_text())["rows"]) for path in sorted(arch_folder.glob("*.json"))}
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
