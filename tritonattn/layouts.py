@@ -90,14 +90,12 @@ def shapes(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shapes of the K and the V cache.  ``latent``: of the rows and of their first ``v_head_size`` columns."""
     if kv_layout == "nhd":
-        page = (num_blocks, block_size, num_kv_heads)
-        return (*page, head_size), (*page, v_head_size)
+        return (num_blocks, block_size, num_kv_heads, head_size), (num_blocks, block_size, num_kv_heads, v_head_size)
     if kv_layout == "hnd":
-        page = (num_blocks, num_kv_heads, block_size)
-        return (*page, head_size), (*page, v_head_size)
+        return (num_blocks, num_kv_heads, block_size, head_size), (num_blocks, num_kv_heads, block_size, v_head_size)
     if kv_layout == "preshuffled":
-        page = (num_blocks, num_kv_heads)
-        return (*page, head_size // x, block_size, x), (*page, block_size // x, v_head_size, x)
+        k_page, v_page = (head_size // x, block_size, x), (block_size // x, v_head_size, x)
+        return (num_blocks, num_kv_heads, *k_page), (num_blocks, num_kv_heads, *v_page)
     if kv_layout == "latent":
         return (num_blocks, block_size, head_size), (num_blocks, block_size, v_head_size)
     raise ValueError(f"kv_layout must be one of {', '.join(LAYOUTS)}, got {kv_layout!r}")

@@ -1,0 +1,439 @@
+"""Every check of user input: one error before any launch, with all reasons in it.
+
+A ``check_*`` function takes what its public op takes and returns the facts that the launchers need. The error is a
+`TypeError` when all that is wrong are types and dtypes, else a `ValueError`. Text is only built for what fails: these
+functions run on every call, up to once per layer and token.
+
+What only the device knows (lengths, table entries) is not checked here: reading it would wait for the GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from tritonattn import layouts
+from tritonattn.layouts import CacheView
+from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, default_scale
+from tritonattn.tuning.arch import detect
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS_AND_FP8 = FLOATS + FP8_DTYPES
+INT32 = (torch.int32,)
+INTS = (torch.int32, torch.int64)
+FP32 = (torch.float32,)
+MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_STEP = 32, 256, 8
+
+
+class Reasons:
+    """Collects what is wrong with a call; `stop` and `done` raise it as one error. All tensors must be where the first one is."""
+
+    __slots__ = ("device", "op", "types", "unusable", "values")
+
+    def __init__(self, op: str, first: Tensor) -> None:
+        self.op = op
+        self.device = first.device if isinstance(first, Tensor) else None
+        self.types: list[str] = []
+        self.values: list[str] = []
+        self.unusable = False
+        """Something has the wrong Python type or rank, so that its sizes cannot be discussed."""
+
+    def done(self) -> None:
+        """Raise if there is any reason."""
+        if self.types or self.values:
+            self._raise()
+
+    def stop(self) -> None:
+        """Raise if what was found makes the remaining checks meaningless."""
+        if self.unusable:
+            self._raise()
+
+    def _raise(self) -> NoReturn:
+        error = ValueError if self.values else TypeError
+        raise error(f"{self.op}: " + "; ".join(self.types + self.values))
+
+    # -- tensors --------------------------------------------------------------------------------------------------
+
+    def tensor(self, name: str, tensor: Tensor, rank: int, dtypes: Sequence[torch.dtype]) -> None:
+        """A tensor of this rank, one of these dtypes, on this device."""
+        if not isinstance(tensor, Tensor):
+            self.unusable = True
+            self.types.append(f"{name} must be a tensor, got {type(tensor).__name__}")
+            return
+        if tensor.ndim != rank:
+            self.unusable = True
+            self.values.append(f"{name} must have {rank} dimension{'s' * (rank > 1)}, got shape {list(tensor.shape)}")
+        if tensor.dtype not in dtypes:
+            self.types.append(f"{name} must be {_either(dtypes)}, got {tensor.dtype}")
+        if tensor.device != self.device and self.device is not None:
+            self.values.append(f"{name} must be on {self.device}, got {tensor.device}")
+
+    def rows(self, name: str, tensor: Tensor, rank: int, dtypes: Sequence[torch.dtype]) -> None:
+        """As `tensor`, with a unit last stride."""
+        self.tensor(name, tensor, rank, dtypes)
+        if isinstance(tensor, Tensor) and tensor.ndim and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            self.values.append(f"{name} must have a last stride of 1, got strides {list(tensor.stride())}")
+
+    def shape(self, name: str, tensor: Tensor, need: tuple[int, ...]) -> None:
+        """The shape of a tensor; -1 stands for any size."""
+        shape = tensor.shape
+        if shape == need:
+            return
+        if any(n >= 0 and n != size for n, size in zip(need, shape, strict=True)):
+            wanted = ", ".join(".." if n < 0 else str(n) for n in need)
+            self.values.append(f"{name} must be [{wanted}], got {list(shape)}")
+
+    def cache(self, k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> None:
+        """A pair of caches of this layout, of a dtype that the hardware has."""
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if not isinstance(cache, Tensor):
+                self.unusable = True
+                self.types.append(f"{name} must be a tensor, got {type(cache).__name__}")
+                continue
+            if cache.dtype not in FLOATS_AND_FP8:
+                self.types.append(f"{name} must be {_either(FLOATS)} or an 8-bit float, got {cache.dtype}")
+            if cache.device != self.device and self.device is not None:
+                self.values.append(f"{name} must be on {self.device}, got {cache.device}")
+        if kv_layout not in layouts.PAGED_LAYOUTS:
+            self.unusable = True
+            self.values.append(f"kv_layout must be one of {', '.join(layouts.PAGED_LAYOUTS)}, got {kv_layout!r}")
+        self.stop()
+        refusals = layouts.refusals(k_cache, v_cache, kv_layout)
+        if refusals:
+            self.unusable = True
+            self.values += refusals
+
+    def hardware(self, *dtypes: torch.dtype) -> None:
+        """The device runs kernels and has these 8-bit floats."""
+        device = self.device
+        if device is None:
+            return
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1" and detect(device).simulated:
+            self.values.append("tensors must be on a GPU, got cpu (TRITON_INTERPRET=1 runs the kernels there, slowly)")
+        for dtype in dtypes:
+            if dtype.itemsize == 1:
+                arch = detect(device)
+                name = str(dtype).removeprefix("torch.")
+                if name not in arch.fp8_types:
+                    self.types.append(f"8-bit floats on {arch.name} must be {_either(arch.fp8_types)}, got {name}")
+
+    # -- numbers --------------------------------------------------------------------------------------------------
+
+    def integer(self, name: str, value: int, least: int) -> None:
+        """A host integer, at least ``least``."""
+        if type(value) is int:
+            if value >= least:
+                return
+            self.values.append(f"{name} must be at least {least}, got {value}")
+        elif isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+            self.types.append(f"{name} must be an int on the host, got {type(value).__name__}")
+        else:
+            self.integer(name, value.__index__(), least)
+
+    def number(self, name: str, value: float, *, positive: bool) -> None:
+        """A finite host number, above 0 or (``positive=False``) at least 0."""
+        if isinstance(value, bool) or not isinstance(value, float | int):
+            self.types.append(f"{name} must be a float, got {type(value).__name__}")
+        elif not math.isfinite(value) or value < 0 or (positive and value == 0):
+            self.values.append(f"{name} must be finite and {'above 0' if positive else 'at least 0'}, got {value}")
+
+    def options(self, causal: bool, window_size: tuple[int, int], softcap: float, softmax_scale: float | None) -> None:
+        """Options of the scores and of the mask that are plain values."""
+        if softmax_scale is not None:
+            self.number("softmax_scale", softmax_scale, positive=True)
+        if softcap != 0.0 or type(softcap) is not float:
+            self.number("softcap", softcap, positive=False)
+        if type(causal) is not bool:
+            self.types.append(f"causal must be a bool, got {type(causal).__name__}")
+        if window_size != (-1, -1):
+            if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+                self.types.append(f"window_size must be a pair (left, right), got {window_size!r}")
+            else:
+                self.integer("window_size left (-1: unlimited)", window_size[0], -1)
+                self.integer("window_size right (-1: unlimited)", window_size[1], -1)
+
+    def per_head(self, name: str, tensor: Tensor | None, heads: int) -> None:
+        """``[heads]``, contiguous, or None."""
+        if tensor is None:
+            return
+        before = self.unusable
+        self.rows(name, tensor, 1, FLOATS)
+        if self.unusable is before:
+            self.shape(name, tensor, (heads,))
+
+    def descale(self, name: str, value: float | Tensor | None, heads: int) -> None:
+        """A number, a tensor of one element, or ``[heads]``; fp32."""
+        if value is None:
+            return
+        if not isinstance(value, Tensor):
+            self.number(name, value, positive=True)
+            return
+        if value.dtype != torch.float32:
+            self.types.append(f"{name} must be torch.float32, got {value.dtype}")
+        if value.device != self.device:
+            self.values.append(f"{name} must be on {self.device}, got {value.device}")
+        if value.numel() != 1 and (value.shape != (heads,) or value.stride(0) != 1):
+            self.values.append(f"{name} must have 1 element or be [{heads}], contiguous, got {list(value.shape)}")
+
+    def heads(self, num_q_heads: int, num_kv_heads: int, head_size: int, v_head_size: int) -> None:
+        """The GQA ratio and the head sizes that the MHA kernels take."""
+        if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+            self.values.append(f"query heads must be a multiple of KV heads, got {num_q_heads} and {num_kv_heads}")
+        for name, size in (("head size of q and k", head_size), ("head size of v", v_head_size)):
+            if size % HEAD_SIZE_STEP or not MIN_HEAD_SIZE <= size <= MAX_HEAD_SIZE:
+                need = f"a multiple of {HEAD_SIZE_STEP} from {MIN_HEAD_SIZE} to {MAX_HEAD_SIZE}"
+                self.values.append(f"{name} must be {need}, got {size}")
+
+    def out(self, out: Tensor | None, shape: tuple[int, ...]) -> None:
+        """A buffer for the result, or None."""
+        if out is None:
+            return
+        before = self.unusable
+        self.rows("out", out, len(shape), FLOATS)
+        if self.unusable is before:
+            self.shape("out", out, shape)
+
+
+def _either(names: Sequence[object]) -> str:
+    return " or ".join(str(name) for name in names)
+
+
+def _problem(
+    q: Tensor, num_kv_heads: int, v_head_size: int, kv_dtype: torch.dtype, kv_layout: str, block_size: int,
+    params: AttnParams,
+) -> AttnProblem:  # fmt: skip
+    _, num_q_heads, head_size = q.shape
+    return AttnProblem(
+        num_q_heads, num_kv_heads, head_size, v_head_size, q.dtype, kv_dtype, kv_layout, block_size, params.causal,
+        params.window_size != (-1, -1), params.softcap > 0, params.alibi_slopes is not None, params.sinks is not None,
+    )  # fmt: skip
+
+
+# -- attention ------------------------------------------------------------------------------------------------
+
+
+def check_prefill(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap,
+    alibi_slopes, sinks, q_descale, k_descale, v_descale, out,
+) -> tuple[AttnProblem, AttnParams]:  # fmt: skip
+    """Arguments of `flash_attn_varlen_func`."""
+    reasons = Reasons("flash_attn_varlen_func", q)
+    reasons.options(causal, window_size, softcap, softmax_scale)
+    reasons.integer("max_seqlen_q", max_seqlen_q, 0)
+    reasons.integer("max_seqlen_k", max_seqlen_k, 0)
+    reasons.rows("q", q, 3, FLOATS_AND_FP8)
+    same = (q.dtype,) if isinstance(q, Tensor) else FLOATS_AND_FP8
+    reasons.rows("k", k, 3, same)
+    reasons.rows("v", v, 3, same)
+    reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
+    reasons.rows("cu_seqlens_k", cu_seqlens_k, 1, INT32)
+    reasons.stop()
+    _, num_q_heads, head_size = q.shape
+    num_keys, num_kv_heads, _ = k.shape
+    v_head_size = v.shape[2]
+    reasons.heads(num_q_heads, num_kv_heads, head_size, v_head_size)
+    reasons.shape("k", k, (-1, -1, head_size))
+    reasons.shape("v", v, (num_keys, num_kv_heads, -1))
+    if len(cu_seqlens_q) < 1 or len(cu_seqlens_k) != len(cu_seqlens_q):
+        got = f"{len(cu_seqlens_q)} and {len(cu_seqlens_k)}"
+        reasons.values.append(f"cu_seqlens_q and cu_seqlens_k must both be [B + 1], got lengths {got}")
+    reasons.hardware(q.dtype)
+    params = _attention_options(
+        reasons, q, num_kv_heads, v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks,
+        q_descale, k_descale, v_descale, out,
+    )  # fmt: skip
+    return _problem(q, num_kv_heads, v_head_size, q.dtype, "dense", 0, params), params
+
+
+def check_extend(
+    q, k, v, k_cache, v_cache, *, cu_seqlens_q, context_lens, block_table, max_seqlen_q, max_context_len, kv_layout,
+    chunk_tokens, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale, out,
+) -> tuple[AttnProblem, CacheView, AttnParams]:  # fmt: skip
+    """Arguments of `extend_attention`."""
+    reasons = Reasons("extend_attention", q)
+    reasons.options(causal, window_size, softcap, softmax_scale)
+    reasons.integer("max_seqlen_q", max_seqlen_q, 0)
+    reasons.integer("max_context_len", max_context_len, 0)
+    reasons.integer("chunk_tokens", chunk_tokens, 1)
+    reasons.rows("q", q, 3, FLOATS)
+    _new_tokens(reasons, q, k, v)
+    reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
+    reasons.rows("context_lens", context_lens, 1, INT32)
+    reasons.rows("block_table", block_table, 2, INT32)
+    reasons.cache(k_cache, v_cache, kv_layout)
+    reasons.stop()
+    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
+    _against_cache(reasons, q, k, v, cache)
+    batch = len(context_lens)
+    reasons.shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+    reasons.shape("block_table", block_table, (batch, -1))
+    params = _attention_options(
+        reasons, q, cache.num_kv_heads, cache.v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        sinks, None, k_descale, v_descale, out,
+    )  # fmt: skip
+    problem = _problem(q, cache.num_kv_heads, cache.v_head_size, k_cache.dtype, cache.kind, cache.block_size, params)
+    return problem, cache, params
+
+
+def check_decode(
+    q, k_cache, v_cache, *, seqused_k, block_table, max_seqlen_k, cu_seqlens_q, max_seqlen_q, kv_layout, num_splits,
+    softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale, out,
+) -> tuple[AttnProblem, CacheView, AttnParams]:  # fmt: skip
+    """Arguments of `decode_attention`."""
+    reasons = Reasons("decode_attention", q)
+    reasons.options(causal, window_size, softcap, softmax_scale)
+    reasons.integer("max_seqlen_k", max_seqlen_k, 0)
+    reasons.integer("max_seqlen_q", max_seqlen_q, 1)
+    reasons.integer("num_splits", num_splits, 0)
+    reasons.rows("q", q, 3, FLOATS_AND_FP8)
+    reasons.rows("seqused_k", seqused_k, 1, INT32)
+    reasons.rows("block_table", block_table, 2, INT32)
+    if cu_seqlens_q is not None:
+        reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
+    reasons.cache(k_cache, v_cache, kv_layout)
+    reasons.stop()
+    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
+    _against_cache(reasons, q, None, None, cache)
+    batch = len(seqused_k)
+    reasons.shape("block_table", block_table, (batch, -1))
+    if cu_seqlens_q is not None:
+        reasons.shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+    elif not reasons.types and q.shape[0] < batch * max_seqlen_q:
+        need = f"{batch} sequences of max_seqlen_q {max_seqlen_q} tokens"
+        reasons.values.append(f"q must hold {need} where cu_seqlens_q is None, got {q.shape[0]} tokens")
+    params = _attention_options(
+        reasons, q, cache.num_kv_heads, cache.v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        sinks, q_descale, k_descale, v_descale, out,
+    )  # fmt: skip
+    problem = _problem(q, cache.num_kv_heads, cache.v_head_size, k_cache.dtype, cache.kind, cache.block_size, params)
+    return problem, cache, params
+
+
+def _new_tokens(reasons: Reasons, q, k, v) -> None:
+    """New keys and values of q's dtype, or both None: then they are in the cache."""
+    if (k is None) != (v is None):
+        reasons.types.append(f"k and v must both be tensors or both be None, got {type(k).__name__} and {type(v).__name__}")
+        reasons.unusable = True
+    elif k is not None:
+        same = (q.dtype,) if isinstance(q, Tensor) else FLOATS
+        reasons.rows("k", k, 3, same)
+        reasons.rows("v", v, 3, same)
+
+
+def _against_cache(reasons: Reasons, q: Tensor, k: Tensor | None, v: Tensor | None, cache: CacheView) -> None:
+    """The query (and the new tokens) beside the cache: heads, head sizes, dtypes, hardware."""
+    tokens, num_q_heads, head_size = q.shape
+    reasons.heads(num_q_heads, cache.num_kv_heads, cache.head_size, cache.v_head_size)
+    if head_size != cache.head_size:
+        reasons.values.append(f"q must be [.., .., {cache.head_size}] like k_cache, got {list(q.shape)}")
+    if k is not None and v is not None:
+        reasons.shape("k", k, (tokens, cache.num_kv_heads, cache.head_size))
+        reasons.shape("v", v, (tokens, cache.num_kv_heads, cache.v_head_size))
+    dtype, kv_dtype = q.dtype, cache.k.dtype
+    if dtype is not kv_dtype and (kv_dtype.itemsize > 1 or dtype.itemsize == 1):
+        need = f"{dtype}" if dtype.itemsize == 1 else f"{dtype} like q, or an 8-bit float"
+        reasons.types.append(f"k_cache must be {need}, got {kv_dtype}")
+    reasons.hardware(kv_dtype)
+
+
+def _attention_options(
+    reasons: Reasons, q, num_kv_heads, v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks,
+    q_descale, k_descale, v_descale, out,
+) -> AttnParams:  # fmt: skip
+    """The last checks: options that are tensors, and the result. Raises, or gives all options as one value."""
+    tokens, num_q_heads, head_size = q.shape
+    if alibi_slopes is not None:
+        reasons.per_head("alibi_slopes", alibi_slopes, num_q_heads)
+    if sinks is not None:
+        reasons.per_head("sinks", sinks, num_q_heads)
+    if q_descale is not None:
+        reasons.descale("q_descale", q_descale, num_kv_heads)
+    if k_descale is not None:
+        reasons.descale("k_descale", k_descale, num_kv_heads)
+    if v_descale is not None:
+        reasons.descale("v_descale", v_descale, num_kv_heads)
+    if out is not None:
+        reasons.out(out, (tokens, num_q_heads, v_head_size))
+    reasons.done()
+    return AttnParams(
+        default_scale(softmax_scale, head_size), causal, tuple(window_size), softcap, alibi_slopes, sinks,
+        q_descale, k_descale, v_descale,
+    )  # fmt: skip
+
+
+# -- cache and merge ------------------------------------------------------------------------------------------
+
+
+def check_merge(out_a, lse_a, out_b, lse_b, *, out) -> None:
+    """Arguments of `merge_attn_states`."""
+    reasons = Reasons("merge_attn_states", out_a)
+    reasons.rows("out_a", out_a, 3, FLOATS)
+    reasons.rows("out_b", out_b, 3, (out_a.dtype,) if isinstance(out_a, Tensor) else FLOATS)
+    reasons.tensor("lse_a", lse_a, 2, FP32)
+    reasons.tensor("lse_b", lse_b, 2, FP32)
+    reasons.stop()
+    tokens, heads, size = out_a.shape
+    reasons.shape("out_b", out_b, (tokens, heads, size))
+    reasons.shape("lse_a", lse_a, (heads, tokens))
+    reasons.shape("lse_b", lse_b, (heads, tokens))
+    reasons.out(out, (tokens, heads, size))
+    reasons.hardware()
+    reasons.done()
+
+
+def check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, *, kv_layout, k_descale, v_descale) -> CacheView:
+    """Arguments of `reshape_and_cache`. ``slot_mapping`` may be shorter than ``key``: the rest is padding."""
+    reasons = Reasons("reshape_and_cache", key)
+    reasons.rows("key", key, 3, FLOATS)
+    reasons.rows("value", value, 3, (key.dtype,) if isinstance(key, Tensor) else FLOATS)
+    reasons.rows("slot_mapping", slot_mapping, 1, INTS)
+    reasons.cache(k_cache, v_cache, kv_layout)
+    reasons.stop()
+    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
+    tokens = key.shape[0]
+    reasons.shape("key", key, (-1, cache.num_kv_heads, cache.head_size))
+    reasons.shape("value", value, (tokens, cache.num_kv_heads, cache.v_head_size))
+    if len(slot_mapping) > tokens:
+        reasons.values.append(f"slot_mapping must be at most as long as key, {tokens} tokens, got {len(slot_mapping)}")
+    kv_dtype = k_cache.dtype
+    if kv_dtype is not key.dtype and kv_dtype.itemsize > 1:
+        reasons.types.append(f"k_cache must be {key.dtype} like key, or an 8-bit float, got {kv_dtype}")
+    reasons.descale("k_descale", k_descale, cache.num_kv_heads)
+    reasons.descale("v_descale", v_descale, cache.num_kv_heads)
+    reasons.hardware(kv_dtype)
+    reasons.done()
+    return cache
+
+
+def check_gather(k_cache, v_cache, block_table, starts, lengths, *, kv_layout, k_descale, v_descale, out) -> CacheView:
+    """Arguments of `gather_cache`; ``out`` is a pair ``[n, Hkv, D]``, ``[n, Hkv, Dv]`` or None."""
+    reasons = Reasons("gather_cache", k_cache)
+    reasons.rows("block_table", block_table, 2, INT32)
+    reasons.rows("starts", starts, 1, INT32)
+    reasons.rows("lengths", lengths, 1, INT32)
+    reasons.cache(k_cache, v_cache, kv_layout)
+    if out is not None:
+        if not isinstance(out, tuple | list) or len(out) != 2:
+            reasons.types.append(f"out must be a pair (k, v) of tensors, got {type(out).__name__}")
+            reasons.unusable = True
+        else:
+            reasons.rows("out[0]", out[0], 3, FLOATS)
+            reasons.rows("out[1]", out[1], 3, FLOATS)
+    reasons.stop()
+    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
+    batch = len(starts)
+    reasons.shape("lengths", lengths, (batch,))
+    reasons.shape("block_table", block_table, (batch, -1))
+    if out is not None:
+        reasons.shape("out[0]", out[0], (-1, cache.num_kv_heads, cache.head_size))
+        reasons.shape("out[1]", out[1], (out[0].shape[0], cache.num_kv_heads, cache.v_head_size))
+    reasons.descale("k_descale", k_descale, cache.num_kv_heads)
+    reasons.descale("v_descale", v_descale, cache.num_kv_heads)
+    reasons.hardware(k_cache.dtype)
+    reasons.done()
+    return cache
