@@ -11,7 +11,8 @@ from tritonattn.tuning import arch
 
 @pytest.mark.parametrize("known", arch.KNOWN, ids=lambda a: a.sku)
 def test_every_fact_that_matters_has_a_source(known):
-    needed = {"compute_units", "fp8_types", "lds_bytes"} | (set() if known.simulated else {"hbm_bandwidth", "matrix_flops", "registers", "clock"})
+    needed = {"compute_units", "fp8_types", "lds_bytes"}
+    needed |= set() if known.simulated else {"hbm_bandwidth", "matrix_flops", "registers", "clock"}
     assert needed <= set(known.sources)
     assert all(hasattr(torch, name) for name in known.fp8_types)
 

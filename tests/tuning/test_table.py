@@ -11,9 +11,21 @@ from tritonattn.tuning import arch, schema, table
 
 SHIPPED = sorted(Path(__file__).resolve().parents[2].glob("autotune_configs/*/*.json"))
 KEY = {
-    "head_size": 128, "v_head_size": 128, "dtype": "bf16", "kv_dtype": "bf16", "kv_layout": "plain", "block_size": 16, "group": 8, "rows": 8, "num_heads": 64, "batch": 4,
-    "max_seqlen_q": 1, "max_seqlen_k": 4096, "units_per_cu": 0.5, "features": "none",
-}  # fmt: skip
+    "head_size": 128,
+    "v_head_size": 128,
+    "dtype": "bf16",
+    "kv_dtype": "bf16",
+    "kv_layout": "plain",
+    "block_size": 16,
+    "group": 8,
+    "rows": 8,
+    "num_heads": 64,
+    "batch": 4,
+    "max_seqlen_q": 1,
+    "max_seqlen_k": 4096,
+    "units_per_cu": 0.5,
+    "features": "none",
+}
 ROW = {"when": {}, "config": {"num_warps": 4}, "provenance": {"kind": "default", "note": "test"}}
 
 

@@ -17,7 +17,7 @@ from types import MappingProxyType
 ROCM_SPECS = "rocm.docs.amd.com, AMD GPU specifications table"
 DATASHEET = "vendor product page"
 COMPILED = "compiled and counted from the assembly with Triton 3.6.0 and 3.9.0, no GPU"
-LLVM_MODEL = "LLVM 22 scheduling model, cross-checked against the data-sheet peak"
+CUDA_GUIDE = "CUDA programming guide, compute capability 9.0"
 ASSUMED = "assumed, no public source found"
 
 
@@ -72,66 +72,167 @@ class Arch:
         return programs * num_warps / self.simds
 
 
-def _fact(sku, base, sources=None, **facts):
-    merged = {**base["sources"], **(sources or {})}
-    return Arch(sku=sku, **{**base, "sources": MappingProxyType(merged), **facts})
+def _sku(base: Arch, sku: str, sources: Mapping[str, str] | None = None, **facts) -> Arch:
+    """A SKU of an instruction set: the base's facts with its own."""
+    return replace(base, sku=sku, sources=MappingProxyType({**base.sources, **(sources or {})}), **facts)
 
 
-_CDNA3 = {
-    "name": "gfx942", "table": "gfx942", "backend": "hip", "fp8_types": ("float8_e4m3fnuz", "float8_e5m2fnuz"),
-    "lds_bytes": 64 * 1024, "lds_bytes_per_clock": 128, "async_copy_bits": 32, "exp_cycles": 16, "clock": 2.1e9, "l2_bytes": 4 << 20,
-    "last_level_bytes": 256 << 20,
-    "sources": {
-        "compute_units": ROCM_SPECS, "dies": ROCM_SPECS, "lds_bytes": ROCM_SPECS, "registers": ROCM_SPECS, "l2_bytes": ROCM_SPECS,
-        "last_level_bytes": ROCM_SPECS, "hbm_bytes": DATASHEET, "hbm_bandwidth": DATASHEET, "clock": DATASHEET,
-        "matrix_flops": DATASHEET, "matrix_flops_fp8": DATASHEET, "fp8_types": "Triton, backends/amd/compiler.py",
-        "lds_bytes_per_clock": "ROCm blog, FP8 GEMM optimisation on CDNA4, table 1", "async_copy_bits": COMPILED,
-        "max_waves": COMPILED, "register_granule": COMPILED, "exp_cycles": ASSUMED,
+_CDNA3 = Arch(
+    name="gfx942",
+    sku="",
+    table="gfx942",
+    backend="hip",
+    compute_units=304,
+    dies=8,
+    fp8_types=("float8_e4m3fnuz", "float8_e5m2fnuz"),
+    lds_bytes=64 << 10,
+    lds_bytes_per_clock=128,
+    async_copy_bits=32,
+    exp_cycles=16,
+    clock=2.1e9,
+    l2_bytes=4 << 20,
+    last_level_bytes=256 << 20,
+    matrix_flops=1307.4e12,
+    matrix_flops_fp8=2614.9e12,
+    sources={
+        "compute_units": ROCM_SPECS,
+        "dies": ROCM_SPECS,
+        "lds_bytes": ROCM_SPECS,
+        "lds_bytes_per_clock": "ROCm blog, FP8 GEMM optimisation on CDNA4, table 1",
+        "registers": ROCM_SPECS,
+        "register_granule": COMPILED,
+        "max_waves": COMPILED,
+        "l2_bytes": ROCM_SPECS,
+        "last_level_bytes": ROCM_SPECS,
+        "fp8_types": "Triton, backends/amd/compiler.py",
+        "async_copy_bits": COMPILED,
+        "clock": DATASHEET,
+        "exp_cycles": ASSUMED,
+        "hbm_bytes": DATASHEET,
+        "hbm_bandwidth": DATASHEET,
         "hbm_efficiency": "ROCm/legacy-rocm-build#5070: 4.2 of 5.3 TB/s on MI300X",
+        "matrix_flops": DATASHEET,
+        "matrix_flops_fp8": DATASHEET,
     },
-}  # fmt: skip
-_CDNA4 = dict(
-    _CDNA3, name="gfx950", table="gfx950", fp8_types=("float8_e4m3fn", "float8_e5m2"),
-    lds_bytes=160 * 1024, lds_bytes_per_clock=256, async_copy_bits=128, exp_cycles=8,
-    sources={**_CDNA3["sources"], "hbm_efficiency": "ROCm/aiter#5190 and tokenspeed#191: 5.0 to 6.5 of 8.0 TB/s on MI355X"},
-)  # fmt: skip
-_HOPPER = {
-    "name": "sm_90", "table": "sm_90", "backend": "cuda", "fp8_types": ("float8_e4m3fn", "float8_e5m2"), "compute_units": 132,
-    "lds_bytes": 227 * 1024, "lds_bytes_per_unit": 228 * 1024, "lds_bytes_per_clock": 128, "wave_size": 32, "registers": 512, "register_granule": 8,
-    "max_waves": 16, "max_registers": 255, "clock": 1.83e9, "matrix_flops": 989e12, "matrix_flops_fp8": 1979e12, "exp_cycles": 8, "async_copy_bits": 128,
-    "l2_bytes": 50 << 20, "hbm_efficiency": 0.9,
-    "sources": {
-        "compute_units": DATASHEET, "lds_bytes": "CUDA programming guide, compute capability 9.0", "registers": "CUDA programming guide",
-        "max_waves": "CUDA programming guide: 64 warps on 4 partitions", "max_registers": "CUDA programming guide", "clock": DATASHEET,
-        "matrix_flops": DATASHEET, "matrix_flops_fp8": DATASHEET, "hbm_bytes": DATASHEET, "hbm_bandwidth": DATASHEET,
-        "l2_bytes": DATASHEET, "fp8_types": "PTX ISA, wgmma", "exp_cycles": "CUDA programming guide: 16 results a clock and unit, 4 partitions",
-        "hbm_efficiency": "measured on an H200: 4.2 to 4.5 of 4.8 TB/s reading", "async_copy_bits": "PTX ISA, cp.async",
+)
+_CDNA4 = _sku(
+    _CDNA3,
+    "",
+    name="gfx950",
+    table="gfx950",
+    compute_units=256,
+    fp8_types=("float8_e4m3fn", "float8_e5m2"),
+    lds_bytes=160 << 10,
+    lds_bytes_per_clock=256,
+    async_copy_bits=128,
+    exp_cycles=8,
+    hbm_bytes=288e9,
+    hbm_bandwidth=8.0e12,
+    sources={"hbm_efficiency": "ROCm/aiter#5190 and tokenspeed#191: 5.0 to 6.5 of 8.0 TB/s on MI355X"},
+)
+_HOPPER = Arch(
+    name="sm_90",
+    sku="",
+    table="sm_90",
+    backend="cuda",
+    compute_units=132,
+    fp8_types=("float8_e4m3fn", "float8_e5m2"),
+    lds_bytes=227 << 10,
+    lds_bytes_per_unit=228 << 10,
+    async_copy_bits=128,
+    wave_size=32,
+    max_waves=16,
+    max_registers=255,
+    clock=1.83e9,
+    l2_bytes=50 << 20,
+    hbm_efficiency=0.9,
+    matrix_flops=989e12,
+    matrix_flops_fp8=1979e12,
+    exp_cycles=8,
+    sources={
+        "compute_units": DATASHEET,
+        "lds_bytes": CUDA_GUIDE,
+        "registers": CUDA_GUIDE,
+        "max_waves": CUDA_GUIDE,
+        "max_registers": CUDA_GUIDE,
+        "exp_cycles": CUDA_GUIDE + ": 16 results a clock and unit",
+        "fp8_types": "PTX ISA, wgmma",
+        "async_copy_bits": "PTX ISA, cp.async",
+        "clock": DATASHEET,
+        "l2_bytes": DATASHEET,
+        "hbm_bytes": DATASHEET,
+        "hbm_bandwidth": DATASHEET,
+        "hbm_efficiency": "measured on an H200: 4.2 to 4.5 of 4.8 TB/s, reading",
+        "matrix_flops": DATASHEET,
+        "matrix_flops_fp8": DATASHEET,
     },
-}  # fmt: skip
+)
+INTERPRETER = Arch(
+    name="interpreter",
+    sku="CPU",
+    table="interpreter",
+    backend="cpu",
+    compute_units=8,
+    lds_bytes=1 << 30,
+    fp8_types=("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
+    sources={
+        "compute_units": "chosen: small, so that tests reach split and unsplit plans with few tokens",
+        "lds_bytes": "no limit",
+        "fp8_types": "emulated",
+    },
+)
 
-# The first of two SKUs that detection cannot tell apart is the one it names.
+# Where detection cannot tell two SKUs apart it names the first of them.
 KNOWN = (
-    _fact("MI300X", _CDNA3, compute_units=304, dies=8, hbm_bytes=192e9, hbm_bandwidth=5.3e12, matrix_flops=1307.4e12, matrix_flops_fp8=2614.9e12),
-    _fact("MI325X", _CDNA3, compute_units=304, dies=8, hbm_bytes=256e9, hbm_bandwidth=6.0e12, matrix_flops=1307.4e12, matrix_flops_fp8=2614.9e12),
-    _fact("MI300A", _CDNA3, compute_units=228, dies=6, hbm_bytes=128e9, hbm_bandwidth=5.3e12, matrix_flops=980.6e12, matrix_flops_fp8=1961.2e12),
-    _fact("MI308X", _CDNA3, compute_units=80, dies=4, hbm_bytes=192e9, hbm_bandwidth=5.3e12, matrix_flops=344e12, matrix_flops_fp8=688e12,
-          sources={"compute_units": ASSUMED, "dies": ASSUMED, "hbm_bandwidth": ASSUMED,
-                   "matrix_flops": "2048 FLOP per clock and unit, as MI300X", "matrix_flops_fp8": "4096 FLOP per clock and unit, as MI300X"}),
-    _fact("MI355X", _CDNA4, compute_units=256, dies=8, clock=2.4e9, hbm_bytes=288e9, hbm_bandwidth=8.0e12, matrix_flops=2516e12, matrix_flops_fp8=5033e12),
-    _fact("MI350X", _CDNA4, compute_units=256, dies=8, clock=2.2e9, hbm_bytes=288e9, hbm_bandwidth=8.0e12, matrix_flops=2307e12, matrix_flops_fp8=4614e12),
-    _fact("H200", _HOPPER, hbm_bytes=141e9, hbm_bandwidth=4.8e12),
-    _fact("H100", _HOPPER, hbm_bytes=80e9, hbm_bandwidth=3.35e12),
-    Arch(name="interpreter", sku="CPU", table="interpreter", backend="cpu", compute_units=8, lds_bytes=1 << 30,
-         fp8_types=("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"),
-         sources=MappingProxyType({"compute_units": "chosen: small, so that tests reach split and unsplit plans with few tokens",
-                                   "lds_bytes": "no limit", "fp8_types": "emulated"})),
-)  # fmt: skip
-INTERPRETER = KNOWN[-1]
+    _sku(_CDNA3, "MI300X", hbm_bytes=192e9, hbm_bandwidth=5.3e12),
+    _sku(_CDNA3, "MI325X", hbm_bytes=256e9, hbm_bandwidth=6.0e12),
+    _sku(
+        _CDNA3,
+        "MI300A",
+        compute_units=228,
+        dies=6,
+        hbm_bytes=128e9,
+        hbm_bandwidth=5.3e12,
+        matrix_flops=980.6e12,
+        matrix_flops_fp8=1961.2e12,
+    ),
+    _sku(
+        _CDNA3,
+        "MI308X",
+        compute_units=80,
+        dies=4,
+        hbm_bytes=192e9,
+        hbm_bandwidth=5.3e12,
+        matrix_flops=344e12,
+        matrix_flops_fp8=688e12,
+        sources={
+            "compute_units": ASSUMED,
+            "dies": ASSUMED,
+            "hbm_bandwidth": ASSUMED,
+            "matrix_flops": "2048 FLOP per clock and unit, as MI300X",
+            "matrix_flops_fp8": "4096 FLOP per clock and unit, as MI300X",
+        },
+    ),
+    _sku(_CDNA4, "MI355X", clock=2.4e9, matrix_flops=2516e12, matrix_flops_fp8=5033e12),
+    _sku(_CDNA4, "MI350X", clock=2.2e9, matrix_flops=2307e12, matrix_flops_fp8=4614e12),
+    _sku(_HOPPER, "H200", hbm_bytes=141e9, hbm_bandwidth=4.8e12),
+    _sku(_HOPPER, "H100", hbm_bytes=80e9, hbm_bandwidth=3.35e12),
+    INTERPRETER,
+)
 
-
-# Cycles that one wave's matrix instruction holds its SIMD, by the shape in the instruction's name. Source: LLVM_MODEL; the f8f6f4
-# figures are for fp8 operands, double what that model prints for fp4.
-MATRIX_CYCLES = {"32x32x64": 64, "16x16x128": 32, "32x32x16": 32, "32x32x8": 32, "16x16x32": 16, "16x16x16": 16, "32x32x4": 64, "16x16x8": 16, "16x16x4": 32}
+# Cycles that one wave's matrix instruction holds its SIMD, by the shape in the instruction's name. Source: the LLVM 22 scheduling
+# model, cross-checked against the data-sheet peak; the two f8f6f4 shapes (64 and 128 deep) are for fp8, twice what it prints for fp4.
+MATRIX_CYCLES = {
+    "32x32x64": 64,
+    "16x16x128": 32,
+    "32x32x16": 32,
+    "32x32x8": 32,
+    "32x32x4": 64,
+    "16x16x32": 16,
+    "16x16x16": 16,
+    "16x16x8": 16,
+    "16x16x4": 32,
+}
 
 
 def by_name(name: str) -> Arch:

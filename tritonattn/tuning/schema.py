@@ -10,7 +10,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-_TYPES = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float)}
+_TYPES = {"object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float)}
 
 
 @cache

@@ -18,8 +18,8 @@ from typing import Any
 
 from . import schema
 from .arch import Arch, warn_untuned
+from .tables_dir import tables_dir
 
-_PACKAGE = Path(__file__).resolve().parents[1]
 # Compile options of Triton among the config keys. The others in lower case steer the plan, those in capitals are constexprs.
 _OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim", "kpack")
 
@@ -90,8 +90,7 @@ def rows(kernel: str, arch: Arch) -> tuple[Row, ...]:
 def folders() -> tuple[Path, ...]:
     """Where tables are looked for: $TRITONATTN_TABLES if set, then those that came with the library."""
     own = os.environ.get("TRITONATTN_TABLES")
-    shipped = _PACKAGE / "autotune_configs"  # as installed; in a source tree it is the package's neighbour
-    return (*([Path(own)] if own else []), shipped if shipped.is_dir() else _PACKAGE.parent / "autotune_configs")
+    return (*([Path(own)] if own else []), tables_dir())
 
 
 @cache
@@ -106,12 +105,14 @@ def load(path: Path) -> tuple[Row, ...]:
         if table["kernel"] != path.stem or table["arch"] != path.parent.name:
             faults.append(f"is for {table['arch']}/{table['kernel']}, by its own words")
         if table["rows"][-1]["when"]:
-            faults.append("the last row must hold always (\"when\": {})")
+            faults.append('the last row must hold always ("when": {})')
     if faults:
         raise TableError(f"{path}: " + "; ".join(faults))
     name = f"{path.parent.name}/{path.name}"
-    return tuple(Row(row["when"], MappingProxyType(row["config"]), MappingProxyType(row["provenance"]), f"{name} row {i}")
-                 for i, row in enumerate(table["rows"]))  # fmt: skip
+    return tuple(
+        Row(row["when"], MappingProxyType(row["config"]), MappingProxyType(row["provenance"]), f"{name} row {i}")
+        for i, row in enumerate(table["rows"])
+    )
 
 
 def forget() -> None:
