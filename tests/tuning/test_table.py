@@ -182,3 +182,12 @@ def test_row_splits_constexprs_from_options():
     row = table.lookup("decode", arch.by_name("gfx942"), **KEY)
     assert set(row.constexprs) >= {"BLOCK_N", "NUM_STAGES"} and "num_warps" in row.options
     assert "form" not in row.options and row.config["form"] in ("tile", "wave")
+
+
+def test_pinned_candidate_is_what_an_op_finds():
+    config = {"BLOCK_N": 32, "num_warps": 2}
+    candidate = table.pin(arch.by_name("gfx942"), decode=config)
+    with arch.assume(candidate):
+        assert dict(table.lookup("decode", arch.detect("cpu"), **KEY).config) == config
+        assert table.lookup("merge", arch.detect("cpu"), **KEY).where.startswith("gfx942/")
+    assert dict(table.lookup("decode", arch.by_name("gfx942"), **KEY).config) != config

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
@@ -265,9 +266,11 @@ def _unknown(name: str) -> Arch:
 def detect(device=None) -> Arch:
     """The GPU behind a `torch.device` (or its name; None: the current one).
 
-    In this order: the environment variable TRITONATTN_ARCH; for the CPU, the pseudo-arch "interpreter", unless Triton's
+    In this order: what `assume` says; the environment variable TRITONATTN_ARCH; for the CPU, the pseudo-arch "interpreter", unless Triton's
     active driver reports a HIP target there (a stand-in driver that compiles or simulates); the device's own properties.
     """
+    if _assumed:
+        return _assumed[-1]
     override = os.environ.get("TRITONATTN_ARCH")
     if override:
         return by_name(override)
@@ -282,6 +285,19 @@ def detect(device=None) -> Arch:
     if device.type != "cuda":
         raise ValueError(f"device must be cpu or cuda (ROCm calls its devices cuda too), got {device}")
     return _of_device(torch.cuda.current_device() if device.index is None else device.index)
+
+
+_assumed: list[Arch] = []
+
+
+@contextmanager
+def assume(arch: Arch) -> Iterator[None]:
+    """Within the block every device is taken for `arch`: how a plan for one GPU is made, or a candidate tried, on another machine."""
+    _assumed.append(arch)
+    try:
+        yield
+    finally:
+        _assumed.pop()
 
 
 def _of_driver() -> Arch:

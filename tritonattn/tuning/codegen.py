@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from .arch import MATRIX_CYCLES, Arch, by_name
+from .arch import MATRIX_CYCLES, Arch, assume, by_name
 
 _devices = itertools.count(1 << 20)  # Triton keys compiled kernels by device index: one index per capture keeps arches apart
 
@@ -136,7 +136,8 @@ def capture(arch: str | Arch) -> Iterator[list[Launch]]:
     jit.JITFunction.run = compile_only
     driver.set_active(stand_in)
     try:
-        yield launches
+        with assume(arch):
+            yield launches
     finally:
         jit.JITFunction.run = run
         driver._active = before

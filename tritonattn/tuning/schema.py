@@ -10,7 +10,7 @@ import json
 from functools import cache
 from pathlib import Path
 
-_TYPES = {"object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float)}
+_TYPES = {"object": (dict,), "array": (list,), "string": (str,), "integer": (int,), "number": (int, float), "boolean": (bool,)}
 
 
 @cache
@@ -34,7 +34,7 @@ def errors(value, schema: dict | None = None, where: str = "") -> list[str]:
         if all(attempts):
             return [" or ".join(dict.fromkeys(attempt[0] for attempt in attempts))]
     kind = schema.get("type")
-    if kind and (not isinstance(value, _TYPES[kind]) or isinstance(value, bool)):
+    if kind and (not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean")):
         return [f"{at}: must be of type {kind}, got {value!r}"]
     if "minimum" in schema and value < schema["minimum"]:
         return [f"{at}: must be at least {schema['minimum']}, got {value!r}"]

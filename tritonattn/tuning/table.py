@@ -10,11 +10,12 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from . import schema
 from .arch import Arch, warn_untuned
@@ -70,8 +71,24 @@ def lookup(kernel: str, arch: Arch, **key) -> Row:
     wrong = [f"{name!r} is not a lookup key (known: {', '.join(known)})" for name in key if name not in known]
     if wrong:
         raise TypeError("; ".join(wrong))
+    if kernel in _pinned.get(arch, {}):
+        return _pinned[arch][kernel]
     key["compute_units"] = arch.compute_units
     return next(row for row in rows(kernel, arch) if row.matches(key))
+
+
+_pinned: WeakKeyDictionary[Arch, Mapping[str, Row]] = WeakKeyDictionary()
+
+
+def pin(arch: Arch, **configs: Mapping[str, Any]) -> Arch:
+    """A copy of `arch` for which `lookup` of each kernel named answers with the config given: how a candidate is tried.
+
+    pin(arch, decode={"BLOCK_N": 64, ...}), then `with assume(...)`: every cache on the way is keyed by the arch object.
+    """
+    copy = replace(arch)
+    provenance = {"kind": "default", "note": "a candidate"}
+    _pinned[copy] = {kernel: Row({}, config, provenance, f"candidate for {arch.name}/{kernel}") for kernel, config in configs.items()}
+    return copy
 
 
 def rows(kernel: str, arch: Arch) -> tuple[Row, ...]:
