@@ -1,0 +1,1 @@
+"""The only `@triton.jit` arithmetic shared by all paths: seqlens, mask, softmax, kv_load."""

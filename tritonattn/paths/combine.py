@@ -1,0 +1,82 @@
+"""Merging: the parts that split decode leaves, and two attention states given by the caller.
+
+Both select rather than multiply by zero: a part without keys may hold NaN.
+"""
+
+import triton
+import triton.language as tl
+
+from ..tile import softmax
+
+
+@triton.jit(do_not_specialize=["num_splits", "max_seqlen_q", "stride_out_token", "stride_out_head", "stride_lse_head"])
+def combine(
+    out, lse, part_out, part_lse, cu_seqlens_q, seq_ids,
+    stride_out_token, stride_out_head, stride_lse_head, num_splits, max_seqlen_q,
+    NUM_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, VEC_OUT: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One output row per program: grid (heads, num_seqs * max_seqlen_q); the layout of part_* is that of `decode`."""
+    head = tl.program_id(0)
+    row = tl.program_id(1)
+    seq = row // max_seqlen_q
+    query = row % max_seqlen_q
+    if seq_ids is not None:
+        seq = tl.load(seq_ids + seq)
+    if cu_seqlens_q is None:
+        token = seq
+    else:
+        token = tl.load(cu_seqlens_q + seq)
+        if query >= tl.load(cu_seqlens_q + seq + 1) - token:
+            return
+        token += query
+
+    c = tl.arange(0, BLOCK_D)
+    splits = tl.arange(0, BLOCK_SPLITS)
+    part = (row.to(tl.int64) * num_splits + splits) * NUM_HEADS + head
+    m = tl.full([1], softmax.NEG_INF, tl.float32)
+    l = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, BLOCK_D], tl.float32)
+    for first in tl.range(0, num_splits, BLOCK_SPLITS):
+        part_rows = part + first * NUM_HEADS
+        e = tl.load(part_lse + part_rows, mask=first + splits < num_splits, other=softmax.NEG_INF)
+        live = e != softmax.NEG_INF
+        x = tl.load(part_out + (part_rows * DV)[:, None] + c[None, :], mask=live[:, None] & (c < DV)[None, :], other=0.0)
+        p, alpha, m, l = softmax.online_step(e[None, :], m, l, 1.0, True)
+        acc = acc * alpha[:, None] + tl.sum(tl.trans(p) * x, 0)[None, :]
+    inverse, lse_row = softmax.finish(m, l)
+    o = out + (token.to(tl.int64) * stride_out_token + head * stride_out_head) * VEC_OUT
+    tl.store(o + c[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=(c < DV)[None, :])
+    if lse is not None:
+        tl.store(lse + head.to(tl.int64) * stride_lse_head + token + tl.zeros([1], tl.int32), lse_row * softmax.LN2)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_a_token", "stride_a_head", "stride_b_token", "stride_b_head", "stride_out_token", "stride_out_head",
+        "stride_lse_a", "stride_lse_b", "stride_lse_out", "num_tokens",
+    ],
+)  # fmt: skip
+def merge(
+    out, lse_out, out_a, lse_a, out_b, lse_b,
+    stride_a_token, stride_a_head, stride_b_token, stride_b_head, stride_out_token, stride_out_head,
+    stride_lse_a, stride_lse_b, stride_lse_out, num_tokens,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Two attention states over disjoint keys into one; grid (token blocks, heads). `out` may be `out_a`."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    head = tl.program_id(1).to(tl.int64)
+    ok = rows < num_tokens
+    c = tl.arange(0, BLOCK_D)
+    a = tl.load(lse_a + head * stride_lse_a + rows, mask=ok, other=softmax.NEG_INF) * softmax.LOG2E
+    b = tl.load(lse_b + head * stride_lse_b + rows, mask=ok, other=softmax.NEG_INF) * softmax.LOG2E
+    weight_a, weight_b, lse = softmax.merge_weights(a, b)
+    columns = (c < DV)[None, :]
+    a_rows = ((rows * stride_a_token + head * stride_a_head) * VEC)[:, None] + c[None, :]
+    b_rows = ((rows * stride_b_token + head * stride_b_head) * VEC)[:, None] + c[None, :]
+    x_a = tl.load(out_a + a_rows, mask=(weight_a > 0)[:, None] & columns, other=0.0).to(tl.float32)
+    x_b = tl.load(out_b + b_rows, mask=(weight_b > 0)[:, None] & columns, other=0.0).to(tl.float32)
+    o = x_a * weight_a[:, None] + x_b * weight_b[:, None]
+    o_rows = ((rows * stride_out_token + head * stride_out_head) * VEC)[:, None] + c[None, :]
+    tl.store(out + o_rows, o.to(out.dtype.element_ty), mask=ok[:, None] & columns)
+    if lse_out is not None:
+        tl.store(lse_out + head * stride_lse_out + rows, lse * softmax.LN2, mask=ok)

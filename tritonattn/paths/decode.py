@@ -1,0 +1,197 @@
+"""Decode: a few query tokens per sequence over the paged cache, split over the keys (Flash-Decoding).
+
+All query rows that share a KV head, (query token, head in group), form one block, so each cached key is read once for all of them.
+A program takes one contiguous part of the keys of one sequence; `combine` merges the parts. This is the portable form of the
+kernel; `decode_wave` is the one for CDNA.
+"""
+
+import triton
+import triton.language as tl
+
+from ..tile import kv_load, mask, softmax
+from ..tile.kv_load import descale, load_2d, upcast
+
+
+@triton.jit
+def split_bounds(lo, hi, split, splits, BLOCK_N: tl.constexpr):
+    """The `split`-th of `splits` near-equal runs of whole tiles that cover the keys [lo, hi)."""
+    first = lo // BLOCK_N
+    tiles = tl.cdiv(hi, BLOCK_N) - first
+    begin = (first + (tiles.to(tl.int64) * split // splits).to(tl.int32)) * BLOCK_N
+    end = (first + (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)) * BLOCK_N
+    return begin, tl.minimum(end, hi)
+
+
+@triton.jit
+def load_kv(
+    k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+    SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, KCOL: tl.constexpr, KCOLS: tl.constexpr, VCOL: tl.constexpr, VCOLS: tl.constexpr,
+):  # fmt: skip
+    """K columns [KCOL, KCOL + KCOLS) and V columns [VCOL, VCOL + VCOLS) of the tokens [n, n + BLOCK_N), zeros outside [lo, hi)."""
+    tokens = n + tl.arange(0, BLOCK_N)
+    if SHUFFLED:
+        k = kv_load.load_k_shuffled(k_base, k_pages, tokens, stride_k_block, ok, X, BLOCK_SIZE, VEC, KCOL, KCOLS, D - KCOL, True)
+        v = kv_load.load_v_shuffled(
+            v_base, v_pages, n, lo, hi, stride_v_block, DV, X, BLOCK_SIZE, BLOCK_N, VEC, VCOL, VCOLS, DV - VCOL, True
+        )
+    else:
+        kc = KCOL + tl.arange(0, KCOLS)
+        vc = VCOL + tl.arange(0, VCOLS)
+        k = kv_load.load_plain(
+            k_base, k_pages, tokens, kc, stride_k_block, stride_k_token, ok, kc < D, BLOCK_SIZE, VEC, True, KCOL + KCOLS > D
+        )
+        v = kv_load.load_plain(
+            v_base, v_pages, tokens, vc, stride_v_block, stride_v_token, ok, vc < DV, BLOCK_SIZE, VEC, True, VCOL + VCOLS > DV
+        )
+    return k, v
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_q_token", "stride_q_head", "stride_k_block", "stride_k_token", "stride_k_head", "stride_v_block", "stride_v_token",
+        "stride_v_head", "stride_out_token", "stride_out_head", "stride_lse_head", "stride_table", "stride_q_descale",
+        "stride_k_descale", "stride_v_descale", "num_splits", "max_seqlen_q", "row_blocks", "window_left", "window_right",
+    ],
+)  # fmt: skip
+def decode(
+    # outputs; part_*: [num_seqs * max_seqlen_q, num_splits, heads, (DV)] where there is more than one split, LSE in log2 units
+    out, lse, part_out, part_lse,
+    # inputs
+    q, k_cache, v_cache, sinks, alibi_slopes, q_descale, k_descale, v_descale,
+    # metadata, int32; None: sequence i has the one query token i / all sequences / num_splits for each
+    cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+    # strides, in units of VEC elements but for lse, table and descales
+    stride_q_token, stride_q_head, stride_k_block, stride_k_token, stride_k_head, stride_v_block, stride_v_token, stride_v_head,
+    stride_out_token, stride_out_head, stride_lse_head, stride_table, stride_q_descale, stride_k_descale, stride_v_descale,
+    # scalars
+    num_splits, max_seqlen_q, row_blocks, qk_scale, out_scale, softcap, window_left, window_right,
+    # problem
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
+    VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
+    # tile
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    kv_head = tl.program_id(0) // row_blocks
+    row0 = tl.program_id(0) % row_blocks * ROWS
+    split = tl.program_id(1)
+    slot = tl.program_id(2)
+    seq = slot
+    if seq_ids is not None:
+        seq = tl.load(seq_ids + slot)
+    k_len = tl.load(seq_lens + seq)
+    if cu_seqlens_q is None:
+        q_start = seq
+        q_len = 1
+    else:
+        q_start = tl.load(cu_seqlens_q + seq)
+        q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
+    if row0 >= q_len * GROUP:
+        return
+    splits = num_splits
+    if seq_splits is not None:
+        splits = tl.load(seq_splits + slot)
+
+    rows = row0 + tl.arange(0, ROWS)
+    query = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    row_ok = query < q_len
+    diag = k_len - q_len
+    row_last = tl.minimum(row0 + ROWS, q_len * GROUP) - 1
+    lo, hi = mask.visible(row0 // GROUP, row_last // GROUP, diag, k_len, window_left, window_right)
+    begin, end = split_bounds(lo, hi, split, splits, BLOCK_N)
+    lo = tl.maximum(lo, begin)
+    hi = tl.where(split < splits, end, begin)
+    row_lo, row_hi = mask.row_limits(query, diag, k_len, window_left, window_right)
+    row_hi = tl.minimum(row_hi, hi)
+
+    m = tl.full([ROWS], softmax.NEG_INF, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=row_ok, other=0.0).to(tl.float32) * softmax.LOG2E
+        m = tl.where(split == 0, sink, m)
+        l = tl.where(split == 0, 1.0, l)
+    acc0 = tl.zeros([ROWS, V0], tl.float32)
+    acc1 = l
+    c0 = tl.arange(0, V0)
+    if V1 > 0:
+        acc1 = tl.zeros([ROWS, V1], tl.float32)
+        c1 = tl.arange(0, V1)
+
+    tokens = (q_start + query).to(tl.int64)
+    if begin < hi:
+        d0 = tl.arange(0, D0)
+        q_rows = (tokens * stride_q_token + head * stride_q_head) * VEC_Q
+        q0 = upcast(load_2d(q, q_rows, d0, row_ok, d0 < D, True, False), COMPUTE)
+        if D1 > 0:
+            d1 = tl.arange(0, D1)
+            q1 = upcast(load_2d(q + D0, q_rows, d1, row_ok, d1 < D - D0, True, D0 + D1 > D), COMPUTE)
+        slope = 0.0
+        if alibi_slopes is not None:
+            slope = tl.load(alibi_slopes + head, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+        scale = qk_scale * descale(q_descale, kv_head, stride_q_descale) * descale(k_descale, kv_head, stride_k_descale)
+        k_base = k_cache + kv_head.to(tl.int64) * stride_k_head * VEC
+        v_base = v_cache + kv_head.to(tl.int64) * stride_v_head * VEC
+        table = block_table + seq.to(tl.int64) * stride_table
+        keys = tl.arange(0, BLOCK_N)
+        # V of a preshuffled cache comes in runs of X tokens, and a run never straddles two pages.
+        runs = keys
+        if SHUFFLED:
+            runs = tl.arange(0, BLOCK_N // X) * X
+
+        # The ids of the next tile's pages are carried through the loop: a table load feeding a K load in the same iteration makes the
+        # pipeliner spread its stages over both hops, which leaves one K buffer at three stages.
+        k_pages = kv_load.page_ids(table, begin + keys, begin + keys < hi, BLOCK_SIZE)
+        v_pages = k_pages
+        if SHUFFLED:
+            v_pages = kv_load.page_ids(table, begin + runs, begin + runs < hi, BLOCK_SIZE)
+        for n in tl.range(begin, hi, BLOCK_N, num_stages=NUM_STAGES):
+            following = n + BLOCK_N
+            next_k_pages = kv_load.page_ids(table, following + keys, following + keys < hi, BLOCK_SIZE)
+            next_v_pages = next_k_pages
+            if SHUFFLED:
+                next_v_pages = kv_load.page_ids(table, following + runs, following + runs < hi, BLOCK_SIZE)
+            ok = (n + keys >= lo) & (n + keys < hi)
+            k0, v0 = load_kv(
+                k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+                SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, D, DV, 0, D0, 0, V0,
+            )  # fmt: skip
+            s = tl.dot(q0, tl.trans(upcast(k0, COMPUTE)), input_precision="ieee")
+            if D1 > 0:
+                k1, v1 = load_kv(
+                    k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+                    SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, D, DV, D0, D1, V0, V1,
+                )  # fmt: skip
+                s = tl.dot(q1, tl.trans(upcast(k1, COMPUTE)), s, input_precision="ieee")
+            distance = (n + keys)[None, :] - (query + diag)[:, None]
+            s, factor = softmax.modify_scores(s, scale, softcap, slope, distance, SOFTCAP, alibi_slopes is not None)
+            s = tl.where(mask.tile_mask((n + keys)[None, :], row_lo[:, None], row_hi[:, None], WINDOW_LEFT), s, softmax.NEG_INF)
+            p, alpha, m, l = softmax.online_step(s, m, l, factor, True)
+            p = p.to(COMPUTE)
+            acc0 = tl.dot(p, upcast(v0, COMPUTE), acc0 * alpha[:, None], input_precision="ieee")
+            if V1 > 0:
+                acc1 = tl.dot(p, upcast(v1, COMPUTE), acc1 * alpha[:, None], input_precision="ieee")
+            k_pages = next_k_pages
+            v_pages = next_v_pages
+
+    inverse, lse_row = softmax.finish(m, l)
+    inverse = inverse * out_scale * descale(v_descale, kv_head, stride_v_descale)
+    acc0 = acc0 * inverse[:, None]
+    if SPLIT:
+        part = ((slot.to(tl.int64) * max_seqlen_q + query) * num_splits + split) * NUM_HEADS + head
+        live = row_ok & (lse_row != softmax.NEG_INF)
+        tl.store(part_out + (part * DV)[:, None] + c0[None, :], acc0, mask=live[:, None])
+        if V1 > 0:
+            ok1 = live[:, None] & (c1 < DV - V0)[None, :]
+            tl.store(part_out + (part * DV + V0)[:, None] + c1[None, :], acc1 * inverse[:, None], mask=ok1)
+        tl.store(part_lse + part, lse_row, mask=row_ok)
+    else:
+        o_rows = out + ((tokens * stride_out_token + head * stride_out_head) * VEC_OUT)[:, None]
+        tl.store(o_rows + c0[None, :], acc0.to(out.dtype.element_ty), mask=row_ok[:, None])
+        if V1 > 0:
+            o1 = (acc1 * inverse[:, None]).to(out.dtype.element_ty)
+            tl.store(o_rows + V0 + c1[None, :], o1, mask=row_ok[:, None] & (c1 < DV - V0)[None, :])
+        if lse is not None:
+            tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)

@@ -1,0 +1,209 @@
+"""Dense attention of blocks of query rows: FlashAttention-2 (arXiv:2307.08691) over packed sequences.
+
+One kernel serves prefill (each sequence against its own new tokens) and both kinds of pass of the extend path: a chunk of cached
+context that has been gathered into a dense workspace, and the new tokens after it. Passes over the same rows hand on the softmax
+state (m, l, acc), which is what merging by log-sum-exp comes to when the parts follow one another.
+"""
+
+import triton
+import triton.language as tl
+
+from ..tile import mask, seqlens, softmax
+from ..tile.kv_load import descale, load_2d, upcast
+
+PREFILL = 0  # keys [cu_seqlens_k[i], cu_seqlens_k[i+1])
+CHUNK = 1  # the sequence's cached keys start at cu_seqlens_k[i] of all cached keys in a row; those in [chunk_begin, chunk_end)
+NEW_TOKENS = 2  # like PREFILL, after the CHUNK passes
+
+
+@triton.jit
+def attend_tile(
+    q0, q1, acc0, acc1, m, l, k_base, v_base, n, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap,
+    stride_k_token, stride_v_token,
+    D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
+    VEC: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHEAP_P: tl.constexpr, PRELOAD_V: tl.constexpr,
+):  # fmt: skip
+    """Keys [n, n + BLOCK_N) into the state. MASKED tiles read only keys [lo, hi) and apply the mask."""
+    keys = tl.arange(0, BLOCK_N)
+    ok = (n + keys >= lo) & (n + keys < hi)
+    k_tile = k_base + n.to(tl.int64) * stride_k_token * VEC
+    v_tile = v_base + n.to(tl.int64) * stride_v_token * VEC
+    k_rows = keys * stride_k_token * VEC
+    v_rows = keys * stride_v_token * VEC
+    d0 = tl.arange(0, D0)
+    c0 = tl.arange(0, V0)
+
+    k0 = load_2d(k_tile, k_rows, d0, ok, d0 < D, MASKED, False)
+    s = tl.dot(q0, tl.trans(upcast(k0, q0.dtype)), input_precision="ieee")
+    if D1 > 0:
+        d1 = tl.arange(0, D1)
+        k1 = load_2d(k_tile + D0, k_rows, d1, ok, d1 < D - D0, MASKED, D0 + D1 > D)
+        s = tl.dot(q1, tl.trans(upcast(k1, q0.dtype)), s, input_precision="ieee")
+    if PRELOAD_V:
+        v0 = load_2d(v_tile, v_rows, c0, ok, c0 < DV, MASKED, False)
+    distance = (n + keys)[None, :] - row_position[:, None]
+    s, factor = softmax.modify_scores(s, factor, softcap, slope, distance, SOFTCAP, ALIBI)
+    if MASKED:
+        seen = mask.tile_mask((n + keys)[None, :], row_lo[:, None], row_hi[:, None], WINDOW_LEFT)
+        s = tl.where(seen, s, softmax.NEG_INF)
+    p, alpha, m, l = softmax.online_step(s, m, l, factor, MASKED)
+    p = softmax.round_p(p, q0.dtype, CHEAP_P)
+    if not PRELOAD_V:
+        v0 = load_2d(v_tile, v_rows, c0, ok, c0 < DV, MASKED, False)
+    acc0 = tl.dot(p, upcast(v0, q0.dtype), acc0 * alpha[:, None], input_precision="ieee")
+    if V1 > 0:
+        c1 = tl.arange(0, V1)
+        v1 = load_2d(v_tile + V0, v_rows, c1, ok, c1 < DV - V0, MASKED, V0 + V1 > DV)
+        acc1 = tl.dot(p, upcast(v1, q0.dtype), acc1 * alpha[:, None], input_precision="ieee")
+    return acc0, acc1, m, l
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_q_token", "stride_q_head", "stride_k_token", "stride_k_head", "stride_v_token", "stride_v_head",
+        "stride_out_token", "stride_out_head", "stride_lse_head", "stride_q_descale", "stride_k_descale", "stride_v_descale",
+        "num_tiles", "num_seqs", "num_tokens", "chunk_begin", "chunk_end", "window_left", "window_right",
+    ],
+)  # fmt: skip
+def attend(
+    # outputs; state: [tile, head, (m, l, acc...), BLOCK_M] of a sequence whose passes are not over
+    out, lse, state_ml, state_acc,
+    # inputs
+    q, k, v, sinks, alibi_slopes, q_descale, k_descale, v_descale,
+    # metadata, int32; tiles [num_tiles, 2] = (sequence, first row), or None: searched for. Sequence i's cached keys are those from
+    # key_starts[i] on (what a window cuts off is left out), context_lens[i] of them before its first query.
+    tiles, cu_seqlens_q, cu_seqlens_k, key_starts, context_lens,
+    # strides, in units of VEC elements but for lse and descales
+    stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
+    stride_out_token, stride_out_head, stride_lse_head, stride_q_descale, stride_k_descale, stride_v_descale,
+    # scalars
+    num_tiles, num_seqs, num_tokens, chunk_begin, chunk_end, qk_scale, out_scale, softcap, window_left, window_right,
+    # problem
+    PASS: tl.constexpr, KV_SHARED: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
+    VEC: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr, COMPUTE: tl.constexpr,
+    # tile
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, CHEAP_P: tl.constexpr, PRELOAD_V: tl.constexpr,
+    NUM_XCDS: tl.constexpr,
+):  # fmt: skip
+    tile, head = seqlens.program_order(tl.program_id(0), num_tiles, NUM_HEADS, NUM_XCDS)
+    kv_head = head // GROUP
+    if tiles is None:
+        seq, row0 = seqlens.find_tile(tile, cu_seqlens_q, num_seqs, num_tokens, BLOCK_M)
+    else:
+        seq = tl.load(tiles + 2 * tile)
+        row0 = tl.load(tiles + 2 * tile + 1)
+    live = seq < num_seqs
+    q_start = tl.load(cu_seqlens_q + seq)
+    q_len = tl.load(cu_seqlens_q + seq + 1, mask=live, other=num_tokens) - q_start
+    if row0 >= q_len:
+        return
+
+    k_begin = tl.load(cu_seqlens_k + seq, mask=live, other=0)
+    if PASS == 1:
+        context_len = tl.load(context_lens + seq)
+        key_start = tl.load(key_starts + seq)
+        k_end = k_begin + context_len - key_start
+        if KV_SHARED:
+            k_end += q_len
+        part_begin = tl.maximum(k_begin, chunk_begin)
+        part_end = tl.minimum(k_end, chunk_end)
+        if part_begin >= part_end:
+            return
+        first = part_begin == k_begin
+        last = (part_end == k_end) & KV_SHARED
+        k_len = part_end - part_begin
+        diag = context_len - key_start - (part_begin - k_begin)
+        k_row = part_begin - chunk_begin
+    elif PASS == 2:
+        first = tl.load(key_starts + seq) >= tl.load(context_lens + seq)
+        last = True
+        k_len = q_len
+        diag = 0
+        k_row = q_start
+    else:
+        first = True
+        last = True
+        k_len = tl.load(cu_seqlens_k + seq + 1, mask=live, other=0) - k_begin
+        diag = k_len - q_len
+        k_row = k_begin
+
+    rows = row0 + tl.arange(0, BLOCK_M)
+    row_ok = rows < q_len
+    tokens = (q_start + rows).to(tl.int64)
+    d0 = tl.arange(0, D0)
+    q_rows = tokens * stride_q_token * VEC
+    q_base = q + head.to(tl.int64) * stride_q_head * VEC
+    q0 = upcast(load_2d(q_base, q_rows, d0, row_ok, d0 < D, True, False), COMPUTE)
+    q1 = q0
+    if D1 > 0:
+        d1 = tl.arange(0, D1)
+        q1 = upcast(load_2d(q_base + D0, q_rows, d1, row_ok, d1 < D - D0, True, D0 + D1 > D), COMPUTE)
+
+    # The state: a sink is a key of its own, seen first; later passes go on where the one before stopped.
+    slot = tile.to(tl.int64) * NUM_HEADS + head
+    ml_slot = state_ml + slot * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
+    acc_slot = state_acc + slot * (BLOCK_M * DV) + (tl.arange(0, BLOCK_M) * DV)[:, None]
+    c0 = tl.arange(0, V0)
+    m = tl.full([BLOCK_M], softmax.NEG_INF, tl.float32)
+    l = tl.zeros([BLOCK_M], tl.float32)
+    acc0 = tl.zeros([BLOCK_M, V0], tl.float32)
+    acc1 = l
+    if V1 > 0:
+        acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
+        c1 = tl.arange(0, V1)
+    if sinks is not None:
+        m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * softmax.LOG2E
+        l = tl.full([BLOCK_M], 1.0, tl.float32)
+    if PASS != 0:
+        if first == 0:
+            m = tl.load(ml_slot)
+            l = tl.load(ml_slot + BLOCK_M)
+            acc0 = tl.load(acc_slot + c0[None, :])
+            if V1 > 0:
+                acc1 = tl.load(acc_slot + V0 + c1[None, :], mask=(c1 < DV - V0)[None, :], other=0.0)
+
+    slope = 0.0
+    if alibi_slopes is not None:
+        slope = tl.load(alibi_slopes + head).to(tl.float32)
+    factor = qk_scale * descale(q_descale, kv_head, stride_q_descale) * descale(k_descale, kv_head, stride_k_descale)
+    k_base = k + k_row.to(tl.int64) * stride_k_token * VEC + kv_head.to(tl.int64) * stride_k_head * VEC
+    v_base = v + k_row.to(tl.int64) * stride_v_token * VEC + kv_head.to(tl.int64) * stride_v_head * VEC
+
+    row_last = tl.minimum(row0 + BLOCK_M, q_len) - 1
+    lo, hi = mask.visible(row0, row_last, diag, k_len, window_left, window_right)
+    begin, inner_begin, inner_end = mask.split_loops(row0, row_last, diag, k_len, window_left, window_right, lo, hi, BLOCK_N)
+    row_lo, row_hi = mask.row_limits(rows, diag, k_len, window_left, window_right)
+    left_tiles = (inner_begin - begin) // BLOCK_N
+    masked_tiles = left_tiles + tl.cdiv(tl.maximum(hi - inner_end, 0), BLOCK_N)
+    for i in tl.range(0, masked_tiles, num_stages=NUM_STAGES):
+        n = tl.where(i < left_tiles, begin + i * BLOCK_N, inner_end + (i - left_tiles) * BLOCK_N)
+        acc0, acc1, m, l = attend_tile(
+            q0, q1, acc0, acc1, m, l, k_base, v_base, n, lo, hi, row_lo, row_hi, slope, rows + diag, factor, softcap,
+            stride_k_token, stride_v_token, D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, True,
+            BLOCK_N, CHEAP_P, PRELOAD_V,
+        )  # fmt: skip
+    for n in tl.range(inner_begin, inner_end, BLOCK_N, num_stages=NUM_STAGES):
+        acc0, acc1, m, l = attend_tile(
+            q0, q1, acc0, acc1, m, l, k_base, v_base, n, lo, hi, row_lo, row_hi, slope, rows + diag, factor, softcap,
+            stride_k_token, stride_v_token, D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, False,
+            BLOCK_N, CHEAP_P, PRELOAD_V,
+        )  # fmt: skip
+
+    if last:
+        inverse, lse_row = softmax.finish(m, l)
+        inverse = inverse * out_scale * descale(v_descale, kv_head, stride_v_descale)
+        o_rows = out + head.to(tl.int64) * stride_out_head * VEC_OUT + (tokens * stride_out_token * VEC_OUT)[:, None]
+        tl.store(o_rows + c0[None, :], (acc0 * inverse[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
+        if V1 > 0:
+            o1 = (acc1 * inverse[:, None]).to(out.dtype.element_ty)
+            tl.store(o_rows + V0 + c1[None, :], o1, mask=row_ok[:, None] & (c1 < DV - V0)[None, :])
+        if lse is not None:
+            tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)
+    else:
+        tl.store(ml_slot, m)
+        tl.store(ml_slot + BLOCK_M, l)
+        tl.store(acc_slot + c0[None, :], acc0)
+        if V1 > 0:
+            tl.store(acc_slot + V0 + c1[None, :], acc1, mask=(c1 < DV - V0)[None, :])

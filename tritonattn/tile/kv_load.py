@@ -1,0 +1,103 @@
+"""Tiles of K and V as [tokens, columns], from dense tensors or from a paged cache; the only place where a page address is computed.
+
+Strides come in units of VEC elements (16 bytes' worth when every stride and pointer allows it, else 1): the compiler then knows how
+wide it may load, although no kernel is specialised on a stride. Offsets that grow with the cache or with the number of tokens
+are 64-bit; those inside a tile or a page stay 32-bit.
+
+A head of D columns is loaded as D0 (a power of two) and, where it is wider, D1 more columns padded to a power of two.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def upcast(x, dtype: tl.constexpr):
+    """fp8 to the dtype of the product. By way of float32: where the direct conversion exists it costs the same, and Triton 3.6 has
+    none for gfx950 and emulates it with five times the instructions."""
+    if x.dtype == dtype:
+        return x
+    else:
+        return x.to(tl.float32).to(dtype)
+
+
+@triton.jit
+def descale(pointer, head, stride):
+    """The descale of a KV head; stride 0 for one that all heads share, None for none."""
+    if pointer is None:
+        return 1.0
+    else:
+        return tl.load(pointer + head * stride).to(tl.float32)
+
+
+@triton.jit
+def load_2d(base, row_offsets, columns, row_ok, column_ok, MASK_ROWS: tl.constexpr, MASK_COLUMNS: tl.constexpr):
+    """[rows, columns] at base + row_offsets[:, None] + columns[None, :]; zeros where masked."""
+    pointers = base + row_offsets[:, None] + columns[None, :]
+    if MASK_ROWS and MASK_COLUMNS:
+        return tl.load(pointers, mask=row_ok[:, None] & column_ok[None, :], other=0.0)
+    elif MASK_ROWS:
+        return tl.load(pointers, mask=row_ok[:, None], other=0.0)
+    elif MASK_COLUMNS:
+        return tl.load(pointers, mask=column_ok[None, :], other=0.0)
+    else:
+        return tl.load(pointers)
+
+
+@triton.jit
+def page_ids(block_table, tokens, ok, BLOCK_SIZE: tl.constexpr):
+    """Block ids of token positions; entries of tokens that are not `ok` are not read."""
+    return tl.load(block_table + tokens // BLOCK_SIZE, mask=ok, other=0)
+
+
+@triton.jit
+def load_plain(base, pages, tokens, columns, stride_block, stride_token, token_ok, column_ok,
+               BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, MASK: tl.constexpr, MASK_COLUMNS: tl.constexpr):  # fmt: skip
+    """[tokens, columns] from a plain (nhd, hnd, latent) cache; `base` points at the head."""
+    rows = (pages.to(tl.int64) * stride_block + tokens % BLOCK_SIZE * stride_token) * VEC
+    return load_2d(base, rows, columns, token_ok, column_ok, MASK, MASK_COLUMNS)
+
+
+@triton.jit
+def load_k_shuffled(base, pages, tokens, stride_block, token_ok, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr,
+                    COLUMN0: tl.constexpr, COLUMNS: tl.constexpr, VALID: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """[tokens, COLUMNS] from K [blocks, heads, D/x, block_size, x], starting at column COLUMN0; columns past VALID are zeros.
+
+    The pointer tile has the order of memory, [D/x, tokens, x], so that neighbouring lanes read neighbouring 16-byte runs.
+    """
+    groups = tl.arange(0, COLUMNS // X)
+    run = tl.arange(0, X)
+    page = pages.to(tl.int64) * stride_block * VEC + tokens % BLOCK_SIZE * X
+    pointers = base + ((COLUMN0 // X + groups) * (BLOCK_SIZE * X))[:, None, None] + page[None, :, None] + run[None, None, :]
+    if MASK or VALID < COLUMNS:
+        ok = (groups < VALID // X)[:, None, None] & (run >= 0)[None, None, :]
+        if MASK:
+            ok = ok & token_ok[None, :, None]
+        tile = tl.load(pointers, mask=ok, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tl.reshape(tl.permute(tile, (1, 0, 2)), (tokens.shape[0], COLUMNS))
+
+
+@triton.jit
+def load_v_shuffled(base, group_pages, first_token, tokens_lo, tokens_hi, stride_block, D: tl.constexpr, X: tl.constexpr,
+                    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr, COLUMN0: tl.constexpr,
+                    COLUMNS: tl.constexpr, VALID: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+    """[BLOCK_N tokens, COLUMNS] from V [blocks, heads, block_size/x, D, x]; `group_pages` holds one block id per x tokens.
+
+    Tokens outside [tokens_lo, tokens_hi) are zeros where MASK.
+    """
+    groups = tl.arange(0, BLOCK_N // X)
+    columns = tl.arange(0, COLUMNS)
+    run = tl.arange(0, X)
+    page = group_pages.to(tl.int64) * stride_block * VEC + (first_token + groups * X) % BLOCK_SIZE * D
+    pointers = base + page[:, None, None] + ((COLUMN0 + columns) * X)[None, :, None] + run[None, None, :]
+    if MASK or VALID < COLUMNS:
+        ok = (columns < VALID)[None, :, None] & (run >= 0)[None, None, :]
+        if MASK:
+            token = first_token + (groups * X)[:, None, None] + run[None, None, :]
+            ok = ok & (token >= tokens_lo) & (token < tokens_hi)
+        tile = tl.load(pointers, mask=ok, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tl.reshape(tl.permute(tile, (0, 2, 1)), (BLOCK_N, COLUMNS))

@@ -1,0 +1,56 @@
+"""From a program to its sequence, its block of query rows and their lengths."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def program_order(pid, num_tiles, NUM_HEADS: tl.constexpr, NUM_XCDS: tl.constexpr):
+    """(tile, head) of a program: all heads of a tile run together and share K and V through the L2; the last tile comes first.
+
+    Under causal masking the last tiles are the heavy ones, and starting them first shortens the tail. CDNA hands consecutive
+    programs to its XCDs in turn, each with an L2 of its own: neighbouring heads, which share a KV head, are kept on one XCD
+    (arXiv:2511.02132). NUM_XCDS divides NUM_HEADS.
+    """
+    per_xcd: tl.constexpr = NUM_HEADS // NUM_XCDS
+    slot = pid % NUM_HEADS
+    head = slot % NUM_XCDS * per_xcd + slot // NUM_XCDS
+    return num_tiles - 1 - pid // NUM_HEADS, head
+
+
+@triton.jit
+def find_sequence(cu, position, count):
+    """The sequence i with cu[i] <= position < cu[i + 1], empty sequences skipped; `count` where position >= cu[count].
+
+    `position` is a scalar or a block.
+    """
+    lo = position * 0
+    hi = lo + count
+    steps = 0
+    while (count >> steps) > 0:
+        steps += 1
+        middle = (lo + hi) // 2
+        open_ = lo < hi
+        after = tl.load(cu + middle + 1, mask=open_, other=0) <= position
+        lo = tl.where(open_ & after, middle + 1, lo)
+        hi = tl.where(open_ & (after == 0), middle, hi)
+    return lo
+
+
+@triton.jit
+def find_tile(tile, cu_seqlens_q, num_seqs, num_tokens, BLOCK_M: tl.constexpr):
+    """(sequence, first row in it) of tile 0 .. num_tokens // BLOCK_M + num_seqs, without knowing the lengths on the host.
+
+    Sequence i starts at tile cu_seqlens_q[i] // BLOCK_M + i, which leaves room for its partial block. Tokens past the last
+    sequence count as sequence `num_seqs`. The first row may lie past the end of the sequence: then the tile is empty.
+    """
+    lo = 0
+    hi = num_seqs
+    while lo < hi:
+        middle = (lo + hi + 1) // 2
+        starts = tl.load(cu_seqlens_q + middle) // BLOCK_M + middle
+        if starts <= tile:
+            lo = middle
+        else:
+            hi = middle - 1
+    return lo, (tile - (tl.load(cu_seqlens_q + lo) // BLOCK_M + lo)) * BLOCK_M
