@@ -13,7 +13,7 @@ from ..tile import softmax
 def combine(
     out, lse, part_out, part_lse, cu_seqlens_q, seq_ids,
     stride_out_token, stride_out_head, stride_lse_head, num_splits, max_seqlen_q,
-    NUM_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, VEC_OUT: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
+    NUM_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, VEC_OUT: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One output row per program: grid (heads, num_seqs * max_seqlen_q); the layout of part_* is that of `decode`."""
     head = tl.program_id(0)
@@ -31,12 +31,12 @@ def combine(
         token += query
 
     c = tl.arange(0, BLOCK_D)
-    splits = tl.arange(0, BLOCK_SPLITS)
+    splits = tl.arange(0, BLOCK_S)
     part = (row.to(tl.int64) * num_splits + splits) * NUM_HEADS + head
     m = tl.full([1], softmax.NEG_INF, tl.float32)
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
-    for first in tl.range(0, num_splits, BLOCK_SPLITS):
+    for first in tl.range(0, num_splits, BLOCK_S):
         part_rows = part + first * NUM_HEADS
         e = tl.load(part_lse + part_rows, mask=first + splits < num_splits, other=softmax.NEG_INF)
         live = e != softmax.NEG_INF
@@ -60,10 +60,10 @@ def merge(
     out, lse_out, out_a, lse_a, out_b, lse_b,
     stride_a_token, stride_a_head, stride_b_token, stride_b_head, stride_out_token, stride_out_head,
     stride_lse_a, stride_lse_b, stride_lse_out, num_tokens,
-    DV: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr, BLOCK_M: tl.constexpr,
+    DV: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Two attention states over disjoint keys into one; grid (token blocks, heads). `out` may be `out_a`."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
     ok = rows < num_tokens
     c = tl.arange(0, BLOCK_D)

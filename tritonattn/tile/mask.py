@@ -4,15 +4,12 @@
     queries            0 ..... q_len             query row i stands at key index  diag + i
     row i sees         diag + i - left  <=  key  <=  diag + i + right,   0 <= key < k_len
 
-Bottom-right alignment is diag = k_len - q_len; causal is right = 0. An unlimited side is UNLIMITED, large enough to take
-part in the arithmetic without a branch and small enough not to overflow it.
+Bottom-right alignment is diag = k_len - q_len; causal is right = 0. An unlimited side is a number (`plan.UNLIMITED`) large
+enough to take part in the arithmetic without a branch.
 """
 
 import triton
 import triton.language as tl
-
-UNLIMITED = 1 << 30
-
 
 @triton.jit
 def visible(row_first, row_last, diag, k_len, left, right):
