@@ -1,6 +1,6 @@
 """Which table row, how many splits, what grid: host arithmetic alone, without Triton and without reading a device.
 
-Everything here follows from static facts (`Heads`) and host integers, and is cached.
+Everything here follows from the static facts of a call and from host integers, and is cached.
 """
 
 from __future__ import annotations
@@ -8,23 +8,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .tuning.arch import Arch
-from .tuning.table import Row, lookup
+from tritonattn.problem import SHORT_NAMES, AttnParams, AttnProblem
+from tritonattn.tuning.arch import Arch
+from tritonattn.tuning.table import Row, lookup
 
 LOG2E = math.log2(math.e)
 MAX_SPLITS = 128
+MAX_ROWS = 64  # query rows of one decode program; more share a KV head in several blocks
 UNLIMITED = 1 << 30  # a window side without a bound: it joins the arithmetic of positions without overflowing it
-DTYPE_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name that tables use; every 8-bit float is "fp8"."""
-    return DTYPE_NAMES.get(dtype, "fp8")
 
 
 def power_of_two(n: int) -> int:
@@ -32,69 +28,17 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-class Parts(NamedTuple):
-    """A head of `size` columns as `first` (a power of two) and `rest` more, padded to a power of two; rest = 0: none."""
-
-    first: int
-    rest: int
-    size: int
+def compute_dtype(problem: AttnProblem) -> torch.dtype:
+    """What the matrix products run in: fp8 queries are taken as bfloat16, which holds every fp8 value."""
+    return problem.dtype if problem.dtype in SHORT_NAMES else torch.bfloat16
 
 
-@lru_cache(maxsize=None)
-def split_head(size: int) -> Parts:
-    """192 -> 128 + 64, 80 -> 64 + 16, 112 -> 64 + 64 (48 of them live): no head is padded to twice its size."""
-    first = 1 << (size.bit_length() - 1)
-    return Parts(first, power_of_two(max(size - first, 16)) if size > first else 0, size)
-
-
-@dataclass(frozen=True)
-class Heads:
-    """The static facts of a call that choose its table row and its compile key."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    v_head_size: int
-    dtype: torch.dtype  # of the queries
-    kv_dtype: torch.dtype
-    kv_layout: str = "dense"  # "dense", "plain", "preshuffled", "latent"
-    block_size: int = 0
-
-    @property
-    def group(self) -> int:
-        return self.num_heads // self.num_kv_heads
-
-    @property
-    def compute_dtype(self) -> torch.dtype:
-        """What the matrix products run in: fp8 queries are taken as bfloat16, which holds every fp8 value."""
-        return self.dtype if self.dtype in DTYPE_NAMES else torch.bfloat16
-
-    def key(self) -> dict[str, Any]:
-        return {
-            "head_size": self.head_size, "v_head_size": self.v_head_size, "dtype": dtype_name(self.compute_dtype),
-            "kv_dtype": dtype_name(self.kv_dtype), "kv_layout": self.kv_layout, "block_size": self.block_size,
-            "group": self.group, "num_heads": self.num_heads,
-        }  # fmt: skip
-
-
-class Score(NamedTuple):
-    """What happens to a score between q.k and the softmax, and to the output after it. See "Words and units" in the API."""
-
-    softmax_scale: float
-    causal: bool = False
-    window_size: tuple[int, int] = (-1, -1)
-    softcap: float = 0.0
-    alibi_slopes: Tensor | None = None
-    sinks: Tensor | None = None
-    q_descale: float | Tensor | None = None
-    k_descale: float | Tensor | None = None
-    v_descale: float | Tensor | None = None
-
-    def window(self) -> tuple[int, int]:
-        """(left, right) with -1 as UNLIMITED and causal as right = 0."""
-        left, right = self.window_size
-        right = 0 if self.causal else right
-        return left if left >= 0 else UNLIMITED, right if right >= 0 else UNLIMITED
+def window(params: AttnParams) -> tuple[int, int]:
+    """(left, right) with -1 as UNLIMITED and causal as right = 0."""
+    left, right = params.window_size
+    if params.causal:
+        right = 0
+    return left if left >= 0 else UNLIMITED, right if right >= 0 else UNLIMITED
 
 
 class Descale(NamedTuple):
@@ -114,9 +58,9 @@ def descale(value: float | Tensor | None) -> Descale:
 
 
 @lru_cache(maxsize=4096)
-def prefill_row(arch: Arch, heads: Heads, max_seqlen_q: int) -> Row:
+def prefill_row(arch: Arch, problem: AttnProblem, max_seqlen_q: int) -> Row:
     """The row for prefill and every pass of extend. The query length counts by its power of two."""
-    return lookup("prefill", arch, **heads.key(), max_seqlen_q=power_of_two(max_seqlen_q))
+    return lookup("prefill", arch, **problem.table_key(), max_seqlen_q=power_of_two(max_seqlen_q))
 
 
 @dataclass(frozen=True)
@@ -128,24 +72,25 @@ class DecodePlan:
 
 
 @lru_cache(maxsize=4096)
-def _decode_row(arch: Arch, heads: Heads, rows: int, units: int, max_seqlen_k: int) -> Row:
-    return lookup(
-        "decode", arch, **heads.key(), rows=rows, units_per_cu=units / arch.compute_units, max_seqlen_k=max_seqlen_k
-    )  # fmt: skip
+def _decode_row(arch: Arch, problem: AttnProblem, rows: int, units: int, max_seqlen_k: int) -> Row:
+    key = problem.table_key()
+    return lookup("decode", arch, **key, rows=rows, units_per_cu=units / arch.compute_units, max_seqlen_k=max_seqlen_k)
 
 
 @lru_cache(maxsize=8192)
-def decode_plan(arch: Arch, heads: Heads, num_seqs: int, max_seqlen_q: int, max_seqlen_k: int, num_splits: int = 0) -> DecodePlan:
+def decode_plan(
+    arch: Arch, problem: AttnProblem, num_seqs: int, max_seqlen_q: int, max_seqlen_k: int, num_splits: int = 0
+) -> DecodePlan:
     """Rows per program and number of splits; num_splits > 0 is the caller's choice.
 
     Splits fill the compute units with as many programs as the row says they hold, in whole waves, with at least one tile of keys
     each: too few leave units idle, too many make the merge the larger part.
     """
-    rows = heads.group * max_seqlen_q
-    block_rows = min(power_of_two(max(rows, 16)), 64)
+    rows = problem.group * max_seqlen_q
+    block_rows = min(power_of_two(max(rows, 16)), MAX_ROWS)
     row_blocks = -(-rows // block_rows)
-    units = max(num_seqs * heads.num_kv_heads * row_blocks, 1)
-    row = _decode_row(arch, heads, rows, units, power_of_two(max_seqlen_k))
+    units = max(num_seqs * problem.num_kv_heads * row_blocks, 1)
+    row = _decode_row(arch, problem, rows, units, power_of_two(max_seqlen_k))
     if num_splits <= 0:
         room = int(row.config["programs_per_cu"] * arch.compute_units) // units
         tiles = -(-max_seqlen_k // row.config["BLOCK_N"])

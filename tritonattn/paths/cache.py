@@ -1,21 +1,31 @@
 """Writing new tokens into a paged cache, and gathering cached tokens into dense tensors."""
 
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..tile import kv_load, seqlens
+from tritonattn.layouts import CacheView
+from tritonattn.plan import descale as descale_of
+from tritonattn.plan import power_of_two
+from tritonattn.tile import kv_load, seqlens
+from tritonattn.tile.fp8 import to_fp8_bits
+from tritonattn.tuning.arch import Arch, detect
+from tritonattn.tuning.table import Row, lookup
+from tritonattn.paths import launch
 
 
-@triton.jit
-def quantise(x, factor, dtype: tl.constexpr, LIMIT: tl.constexpr):
-    """`x * factor` in the dtype of the cache. With LIMIT > 0 (fp8) it saturates there; NaN stays NaN."""
-    if LIMIT > 0:
-        y = x.to(tl.float32) * factor
-        y = tl.where(y > LIMIT, LIMIT, y)
-        y = tl.where(y < -LIMIT, -LIMIT, y)
-        return y.to(dtype)
-    else:
-        return x.to(dtype)
+# (largest value, mantissa bits, exponent bias, code of NaN, has a negative zero)
+FP8_FORMATS = {
+    torch.float8_e4m3fn: (448.0, 3, 7, 0x7F, True),
+    torch.float8_e4m3fnuz: (240.0, 3, 8, 0x80, False),
+    torch.float8_e5m2: (57344.0, 2, 15, 0x7F, True),
+    torch.float8_e5m2fnuz: (57344.0, 2, 16, 0x80, False),
+}
 
 
 @triton.jit
@@ -31,13 +41,16 @@ def element_offsets(tokens, columns, D: tl.constexpr, X: tl.constexpr, BLOCK_SIZ
 def write_rows(
     cache, source, scale_pointer, scale, head, tokens, slots, ok, stride_token, stride_head, stride_block, stride_slot, stride_cache_head,
     stride_descale, SHUFFLED: tl.constexpr, IS_V: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, VEC: tl.constexpr, VEC_CACHE: tl.constexpr, LIMIT: tl.constexpr,
+    BLOCK_D: tl.constexpr, VEC: tl.constexpr, VEC_CACHE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK_D)
     mask = ok[:, None] & (c < D)[None, :]
     x = tl.load(source + ((tokens.to(tl.int64) * stride_token + head * stride_head) * VEC)[:, None] + c[None, :], mask=mask, other=0.0)
-    # A descale is a positive number that the caller chose; its reciprocal is taken once per program.
-    y = quantise(x, 1.0 / (scale * kv_load.descale(scale_pointer, head, stride_descale)), cache.dtype.element_ty, LIMIT)
+    if FP8 is None:
+        y = x.to(cache.dtype.element_ty)
+    else:
+        y = x.to(tl.float32) / (scale * kv_load.descale(scale_pointer, head, stride_descale))
+        y = to_fp8_bits(y, FP8[0], FP8[1], FP8[2], FP8[3], FP8[4])
     page = cache + (slots // BLOCK_SIZE * stride_block + head * stride_cache_head) * VEC_CACHE
     if SHUFFLED:
         where = page[:, None] + element_offsets(slots % BLOCK_SIZE, c, D, X, BLOCK_SIZE, IS_V)
@@ -58,7 +71,7 @@ def write(
     stride_v_block, stride_v_token, stride_v_head, stride_k_descale, stride_v_descale,
     num_slots, k_scale, v_scale,
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, VEC: tl.constexpr, VEC_CACHE: tl.constexpr, LIMIT: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, VEC: tl.constexpr, VEC_CACHE: tl.constexpr, FP8: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Token i goes to slot_mapping[i] = block * block_size + position, -1: nowhere. Grid (token blocks, KV heads)."""
@@ -69,11 +82,11 @@ def write(
     slots = tl.where(ok, slots, 0)
     write_rows(
         k_cache, key, k_descale, k_scale, head, tokens, slots, ok, stride_key_token, stride_key_head, stride_k_block, stride_k_token,
-        stride_k_head, stride_k_descale, SHUFFLED, False, X, BLOCK_SIZE, D, BLOCK_D, VEC, VEC_CACHE, LIMIT,
+        stride_k_head, stride_k_descale, SHUFFLED, False, X, BLOCK_SIZE, D, BLOCK_D, VEC, VEC_CACHE, FP8,
     )  # fmt: skip
     write_rows(
         v_cache, value, v_descale, v_scale, head, tokens, slots, ok, stride_value_token, stride_value_head, stride_v_block,
-        stride_v_token, stride_v_head, stride_v_descale, SHUFFLED, True, X, BLOCK_SIZE, DV, BLOCK_DV, VEC, VEC_CACHE, LIMIT,
+        stride_v_token, stride_v_head, stride_v_descale, SHUFFLED, True, X, BLOCK_SIZE, DV, BLOCK_DV, VEC, VEC_CACHE, FP8,
     )  # fmt: skip
 
 
@@ -145,3 +158,61 @@ def gather(
         v_out, v_cache, v_descale, v_scale, head, local, positions, pages, ok, stride_vo_token, stride_vo_head, stride_v_block,
         stride_v_token, stride_v_head, stride_v_descale, SHUFFLED, True, X, BLOCK_SIZE, DV, BLOCK_DV, VEC, VEC_OUT, RUNS, BLOCK_T,
     )  # fmt: skip
+
+
+def run_write(
+    key: Tensor, value: Tensor, cache: CacheView, slot_mapping: Tensor, k_descale: float | Tensor | None,
+    v_descale: float | Tensor | None,
+) -> None:  # fmt: skip
+    """Token i of `key` and `value` into slot slot_mapping[i] of the cache."""
+    num_slots = slot_mapping.shape[0]
+    if not num_slots or not cache.num_kv_heads:
+        return
+    row, static = _config("cache_write", detect(key.device), cache.kind, cache.block_size, cache.head_size, cache.v_head_size, cache.x)
+    vec, vec_cache = launch.vec_width(key, value), launch.vec_width(cache.k, cache.v)
+    k_scale, v_scale = descale_of(k_descale), descale_of(v_descale)
+    fp8 = FP8_FORMATS.get(cache.k.dtype)
+    k_cache, v_cache = (cache.k, cache.v) if fp8 is None else (cache.k.view(torch.uint8), cache.v.view(torch.uint8))
+    with launch.on(key):
+        write[(-(-num_slots // static["BLOCK_T"]), cache.num_kv_heads)](
+            k_cache, v_cache, key, value, k_scale.pointer, v_scale.pointer, slot_mapping,
+            key.stride(0) // vec, key.stride(1) // vec, value.stride(0) // vec, value.stride(1) // vec,
+            cache.stride_k_block // vec_cache, cache.stride_k_token // vec_cache, cache.stride_k_head // vec_cache,
+            cache.stride_v_block // vec_cache, cache.stride_v_token // vec_cache, cache.stride_v_head // vec_cache,
+            k_scale.stride, v_scale.stride, num_slots, k_scale.factor, v_scale.factor,
+            VEC=vec, VEC_CACHE=vec_cache, FP8=fp8, **static, **row.options,
+        )  # fmt: skip
+
+
+def run_gather(
+    k_out: Tensor, v_out: Tensor, cache: CacheView, k_descale: float | Tensor | None, v_descale: float | Tensor | None, *,
+    cu_rows: Tensor, starts: Tensor, lengths: Tensor, block_table: Tensor, num_seqs: int, chunk: tuple[int, int], aligned: bool,
+) -> None:  # fmt: skip
+    """Rows [chunk[0], chunk[1]) of all gathered rows into the first rows of k_out, v_out [rows, KV heads, columns].
+
+    aligned: cu_rows, starts and chunk[0] are multiples of 16.
+    """
+    rows = chunk[1] - chunk[0]
+    if not rows or not num_seqs:
+        return
+    row, static = _config("gather", detect(k_out.device), cache.kind, cache.block_size, cache.head_size, cache.v_head_size, cache.x)
+    vec, vec_out = launch.vec_width(cache.k, cache.v), launch.vec_width(k_out, v_out)
+    k_scale, v_scale = descale_of(k_descale), descale_of(v_descale)
+    with launch.on(k_out):
+        gather[(-(-rows // static["BLOCK_T"]), cache.num_kv_heads)](
+            k_out, v_out, cache.k, cache.v, k_scale.pointer, v_scale.pointer, cu_rows, starts, lengths, block_table,
+            k_out.stride(0) // vec_out, k_out.stride(1) // vec_out, v_out.stride(0) // vec_out, v_out.stride(1) // vec_out,
+            cache.stride_k_block // vec, cache.stride_k_token // vec, cache.stride_k_head // vec,
+            cache.stride_v_block // vec, cache.stride_v_token // vec, cache.stride_v_head // vec, block_table.stride(0),
+            k_scale.stride, v_scale.stride, num_seqs, *chunk, k_scale.factor, v_scale.factor,
+            VEC=vec, VEC_OUT=vec_out, RUNS=aligned, **static, **row.options,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _config(kernel: str, arch: Arch, kind: str, block_size: int, head_size: int, v_head_size: int, x: int) -> tuple[Row, dict]:
+    row = lookup(kernel, arch, head_size=head_size, v_head_size=v_head_size, kv_layout=kind, block_size=block_size)
+    return row, {
+        "SHUFFLED": kind == "preshuffled", "X": x, "BLOCK_SIZE": block_size, "D": head_size, "BLOCK_D": power_of_two(head_size),
+        "DV": v_head_size, "BLOCK_DV": power_of_two(v_head_size), **row.constexprs,
+    }  # fmt: skip

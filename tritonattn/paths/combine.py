@@ -3,10 +3,20 @@
 Both select rather than multiply by zero: a part without keys may hold NaN.
 """
 
+from __future__ import annotations
+
+from functools import lru_cache
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..tile import softmax
+from tritonattn.plan import power_of_two
+from tritonattn.problem import AttnProblem
+from tritonattn.tile import softmax
+from tritonattn.tuning.arch import Arch, detect
+from tritonattn.tuning.table import Row, lookup
+from tritonattn.paths import launch
 
 
 @triton.jit(do_not_specialize=["num_splits", "max_seqlen_q", "stride_out_token", "stride_out_head", "stride_lse_head"])
@@ -23,12 +33,12 @@ def combine(
     if seq_ids is not None:
         seq = tl.load(seq_ids + seq)
     if cu_seqlens_q is None:
-        token = seq
+        token = seq * max_seqlen_q + query
     else:
-        token = tl.load(cu_seqlens_q + seq)
-        if query >= tl.load(cu_seqlens_q + seq + 1) - token:
+        start = tl.load(cu_seqlens_q + seq)
+        token = start + query
+        if token >= tl.load(cu_seqlens_q + seq + 1):
             return
-        token += query
 
     c = tl.arange(0, BLOCK_D)
     splits = tl.arange(0, BLOCK_S)
@@ -80,3 +90,42 @@ def merge(
     tl.store(out + o_rows, o.to(out.dtype.element_ty), mask=ok[:, None] & columns)
     if lse_out is not None:
         tl.store(lse_out + head * stride_lse_out + rows, lse * softmax.LN2, mask=ok)
+
+
+def run_combine(
+    problem: AttnProblem, out: Tensor, lse: Tensor | None, part_out: Tensor, part_lse: Tensor, *,
+    cu_seqlens_q: Tensor | None, seq_ids: Tensor | None, num_seqs: int, max_seqlen_q: int, num_splits: int,
+) -> None:  # fmt: skip
+    """Parts of `decode` into `out` and `lse`."""
+    row, static = _combine_config(detect(out.device), problem.num_q_heads, problem.v_head_size)
+    vec = launch.vec_width(out)
+    combine[(problem.num_q_heads, num_seqs * max_seqlen_q)](
+        out, lse, part_out, part_lse, cu_seqlens_q, seq_ids,
+        out.stride(0) // vec, out.stride(1) // vec, 0 if lse is None else lse.stride(0), num_splits, max_seqlen_q,
+        VEC_OUT=vec, **static, **row.options,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _combine_config(arch: Arch, num_heads: int, v_head_size: int) -> tuple[Row, dict]:
+    row = lookup("combine", arch, v_head_size=v_head_size)
+    return row, {"NUM_HEADS": num_heads, "DV": v_head_size, "BLOCK_D": power_of_two(v_head_size), **row.constexprs}
+
+
+def run_merge(
+    out: Tensor, lse: Tensor | None, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor
+) -> None:  # fmt: skip
+    """Merge two states; `out` may be `out_a`, `lse` may be `lse_a`."""
+    tokens, heads, size = out_a.shape
+    if not tokens or not heads:
+        return
+    row = lookup("merge", detect(out.device), v_head_size=size)
+    vec = launch.vec_width(out, out_a, out_b)
+    grid = (-(-tokens // row.constexprs["BLOCK_T"]), heads)
+    with launch.on(out):
+        merge[grid](
+            out, lse, out_a, lse_a, out_b, lse_b,
+            out_a.stride(0) // vec, out_a.stride(1) // vec, out_b.stride(0) // vec, out_b.stride(1) // vec,
+            out.stride(0) // vec, out.stride(1) // vec, lse_a.stride(0), lse_b.stride(0), 0 if lse is None else lse.stride(0), tokens,
+            DV=size, BLOCK_D=power_of_two(size), VEC=vec, **row.constexprs, **row.options,
+        )  # fmt: skip

@@ -5,11 +5,25 @@ A program takes one contiguous part of the keys of one sequence; `combine` merge
 kernel; `decode_wave` is the one for CDNA.
 """
 
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..tile import kv_load, mask, softmax
-from ..tile.kv_load import descale, load_2d, upcast
+from tritonattn.layouts import CacheView
+from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, compute_dtype, window
+from tritonattn.plan import descale as descale_of
+from tritonattn.problem import AttnParams, AttnProblem, split_head_size
+from tritonattn.scratch import Scratch
+from tritonattn.tile import kv_load, mask, softmax
+from tritonattn.tile.kv_load import descale, load_2d, upcast
+from tritonattn.tuning.table import Row
+from tritonattn.paths import launch
+from tritonattn.paths.combine import run_combine
 
 
 @triton.jit
@@ -59,7 +73,7 @@ def decode(
     out, lse, part_out, part_lse,
     # inputs
     q, k_cache, v_cache, sinks, alibi_slopes, q_descale, k_descale, v_descale,
-    # metadata, int32; None: sequence i has the one query token i / all sequences / num_splits for each
+    # metadata, int32; None: sequence i has the i-th max_seqlen_q query tokens / all sequences / num_splits for each
     cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
     # strides, in units of VEC elements but for lse, table and descales
     stride_q_token, stride_q_head, stride_k_block, stride_k_token, stride_k_head, stride_v_block, stride_v_token, stride_v_head,
@@ -83,8 +97,8 @@ def decode(
         seq = tl.load(seq_ids + slot)
     k_len = tl.load(seq_lens + seq)
     if cu_seqlens_q is None:
-        q_start = seq
-        q_len = 1
+        q_start = seq * max_seqlen_q
+        q_len = max_seqlen_q
     else:
         q_start = tl.load(cu_seqlens_q + seq)
         q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
@@ -195,3 +209,52 @@ def decode(
             tl.store(o_rows + V0 + c1[None, :], o1, mask=row_ok[:, None] & (c1 < DV - V0)[None, :])
         if lse is not None:
             tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)
+
+
+def run_decode(
+    problem: AttnProblem, params: AttnParams, q: Tensor, cache: CacheView, out: Tensor, lse: Tensor | None, *,
+    cu_seqlens_q: Tensor | None, seq_lens: Tensor, block_table: Tensor, num_seqs: int, max_seqlen_q: int, plan: DecodePlan,
+    scratch: Scratch, seq_ids: Tensor | None = None, seq_splits: Tensor | None = None,
+) -> None:  # fmt: skip
+    """seq_ids [num_seqs] picks the sequences to compute (None: all); seq_splits [num_seqs] gives each its own number of splits."""
+    splits, heads = plan.num_splits, problem.num_q_heads
+    if not num_seqs or not q.shape[0]:
+        return
+    part_out = part_lse = None
+    if splits > 1:
+        parts = num_seqs * max_seqlen_q * splits * heads
+        part_out = scratch.take("decode_out", parts * problem.v_head_size, torch.float32)
+        part_lse = scratch.take("decode_lse", parts, torch.float32)
+    vec, vec_q, vec_out = launch.vec_width(cache.k, cache.v), launch.vec_width(q), launch.vec_width(out)
+    left, right = window(params)
+    q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
+    with launch.on(q):
+        decode[(problem.num_kv_heads * plan.row_blocks, splits, num_seqs)](
+            out, lse, part_out, part_lse,
+            q, cache.k, cache.v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
+            cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+            q.stride(0) // vec_q, q.stride(1) // vec_q, cache.stride_k_block // vec, cache.stride_k_token // vec,
+            cache.stride_k_head // vec, cache.stride_v_block // vec, cache.stride_v_token // vec, cache.stride_v_head // vec,
+            out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0), block_table.stride(0),
+            q_scale.stride, k_scale.stride, v_scale.stride,
+            splits, max_seqlen_q, plan.row_blocks, params.softmax_scale * LOG2E * q_scale.factor * k_scale.factor, v_scale.factor,
+            params.softcap, left, right,
+            VEC=vec, VEC_Q=vec_q, VEC_OUT=vec_out, SOFTCAP=params.softcap > 0, WINDOW_LEFT=left != UNLIMITED, SPLIT=splits > 1,
+            ROWS=plan.rows, **_static(plan.row, problem), **plan.row.options,
+        )  # fmt: skip
+        if splits > 1:
+            run_combine(
+                problem, out, lse, part_out, part_lse, cu_seqlens_q=cu_seqlens_q, seq_ids=seq_ids, num_seqs=num_seqs,
+                max_seqlen_q=max_seqlen_q, num_splits=splits,
+            )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _static(row: Row, problem: AttnProblem) -> dict:
+    d0, _, d1 = split_head_size(problem.head_size)
+    v0, _, v1 = split_head_size(problem.v_head_size)
+    return {
+        "NUM_HEADS": problem.num_q_heads, "GROUP": problem.group, "SHUFFLED": problem.kv_layout == "preshuffled",
+        "X": 16 // problem.kv_dtype.itemsize, "BLOCK_SIZE": problem.block_size, "D0": d0, "D1": d1, "D": problem.head_size,
+        "V0": v0, "V1": v1, "DV": problem.v_head_size, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)], **row.constexprs,
+    }  # fmt: skip

@@ -5,11 +5,22 @@ context that has been gathered into a dense workspace, and the new tokens after 
 state (m, l, acc), which is what merging by log-sum-exp comes to when the parts follow one another.
 """
 
+from __future__ import annotations
+
+from functools import lru_cache
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from ..tile import mask, seqlens, softmax
-from ..tile.kv_load import descale, load_2d, upcast
+from tritonattn.plan import LOG2E, UNLIMITED, compute_dtype, prefill_row, window
+from tritonattn.plan import descale as descale_of
+from tritonattn.problem import AttnParams, AttnProblem, split_head_size
+from tritonattn.tile import mask, seqlens, softmax
+from tritonattn.tile.kv_load import descale, load_2d, upcast
+from tritonattn.tuning.arch import detect
+from tritonattn.tuning.table import Row
+from tritonattn.paths import launch
 
 PREFILL = 0  # keys [cu_seqlens_k[i], cu_seqlens_k[i+1])
 CHUNK = 1  # the sequence's cached keys start at cu_seqlens_k[i] of all cached keys in a row; those in [chunk_begin, chunk_end)
@@ -27,8 +38,8 @@ def attend_tile(
     """Keys [n, n + BLOCK_N) into the state. MASKED tiles read only keys [lo, hi) and apply the mask."""
     keys = tl.arange(0, BLOCK_N)
     ok = (n + keys >= lo) & (n + keys < hi)
-    k_tile = k_base + n.to(tl.int64) * stride_k_token * VEC
-    v_tile = v_base + n.to(tl.int64) * stride_v_token * VEC
+    k_tile = k_base + n * (stride_k_token.to(tl.int64) * VEC)
+    v_tile = v_base + n * (stride_v_token.to(tl.int64) * VEC)
     k_rows = keys * stride_k_token * VEC
     v_rows = keys * stride_v_token * VEC
     d0 = tl.arange(0, D0)
@@ -67,7 +78,7 @@ def attend_tile(
     ],
 )  # fmt: skip
 def attend(
-    # outputs; state: [tile, head, (m, l, acc...), BLOCK_M] of a sequence whose passes are not over
+    # outputs; state_ml [tile, head, 2, BLOCK_M], state_acc [tile, head, BLOCK_M, DV], fp32: rows whose passes are not over
     out, lse, state_ml, state_acc,
     # inputs
     q, k, v, sinks, alibi_slopes, q_descale, k_descale, v_descale,
@@ -112,7 +123,9 @@ def attend(
         if part_begin >= part_end:
             return
         first = part_begin == k_begin
-        last = (part_end == k_end) & KV_SHARED
+        last = False
+        if KV_SHARED:
+            last = part_end == k_end
         k_len = part_end - part_begin
         diag = context_len - key_start - (part_begin - k_begin)
         k_row = part_begin - chunk_begin
@@ -142,9 +155,10 @@ def attend(
         q1 = upcast(load_2d(q_base + D0, q_rows, d1, row_ok, d1 < D - D0, True, D0 + D1 > D), COMPUTE)
 
     # The state: a sink is a key of its own, seen first; later passes go on where the one before stopped.
-    slot = tile.to(tl.int64) * NUM_HEADS + head
-    ml_slot = state_ml + slot * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
-    acc_slot = state_acc + slot * (BLOCK_M * DV) + (tl.arange(0, BLOCK_M) * DV)[:, None]
+    if PASS != 0:
+        slot = tile.to(tl.int64) * NUM_HEADS + head
+        ml_slot = state_ml + slot * (2 * BLOCK_M) + tl.arange(0, BLOCK_M)
+        acc_slot = state_acc + slot * (BLOCK_M * DV) + (tl.arange(0, BLOCK_M) * DV)[:, None]
     c0 = tl.arange(0, V0)
     m = tl.full([BLOCK_M], softmax.NEG_INF, tl.float32)
     l = tl.zeros([BLOCK_M], tl.float32)
@@ -207,3 +221,67 @@ def attend(
         tl.store(acc_slot + c0[None, :], acc0)
         if V1 > 0:
             tl.store(acc_slot + V0 + c1[None, :], acc1, mask=(c1 < DV - V0)[None, :])
+
+
+def run_prefill(
+    problem: AttnProblem, params: AttnParams, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None, *,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_seqs: int, max_seqlen_q: int, tiles: Tensor | None = None, num_tiles: int = 0,
+) -> None:  # fmt: skip
+    """Each sequence's queries against its own dense keys.
+
+    tiles [num_tiles, 2] int32 (sequence, first row), heavy ones last, picks the rows to compute; None: all rows of all `num_seqs`
+    sequences, and tokens past the last sequence get out = 0.
+    """
+    row = prefill_row(detect(q.device), problem, max_seqlen_q)
+    run_pass(
+        PREFILL, row, problem, params, q, k, v, out, lse, None, None, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k,
+        num_seqs=num_seqs, tiles=tiles, num_tiles=num_tiles,
+    )  # fmt: skip
+
+
+def tile_count(row: Row, num_tokens: int, num_seqs: int) -> int:
+    """Tiles that `find_tile` needs for any lengths of so many sequences, tokens past the last one included."""
+    return num_tokens // row.config["BLOCK_M"] + num_seqs + 1
+
+
+def run_pass(
+    kind: int, row: Row, problem: AttnProblem, params: AttnParams, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
+    state_ml: Tensor | None, state_acc: Tensor | None, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_seqs: int,
+    tiles: Tensor | None, num_tiles: int, key_starts: Tensor | None = None, context_lens: Tensor | None = None,
+    kv_shared: bool = False, chunk: tuple[int, int] = (0, 0),
+) -> None:  # fmt: skip
+    """One launch of `attend`; see there for the arguments."""
+    num_tokens = q.shape[0]
+    if tiles is None:
+        num_tiles = tile_count(row, num_tokens, num_seqs)
+    if not num_tiles or not num_tokens:
+        return
+    vec, vec_out = launch.vec_width(q, k, v), launch.vec_width(out)
+    left, right = window(params)
+    q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
+    static = _static(row, problem, detect(q.device).dies)
+    with launch.on(q):
+        attend[(num_tiles * problem.num_q_heads,)](
+            out, lse, state_ml, state_acc,
+            q, k, v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
+            tiles, cu_seqlens_q, cu_seqlens_k, key_starts, context_lens,
+            q.stride(0) // vec, q.stride(1) // vec, k.stride(0) // vec, k.stride(1) // vec, v.stride(0) // vec, v.stride(1) // vec,
+            out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0),
+            q_scale.stride, k_scale.stride, v_scale.stride,
+            num_tiles, num_seqs, num_tokens, *chunk,
+            params.softmax_scale * LOG2E * q_scale.factor * k_scale.factor, v_scale.factor, params.softcap, left, right,
+            PASS=kind, KV_SHARED=kv_shared, VEC=vec, VEC_OUT=vec_out, SOFTCAP=params.softcap > 0, WINDOW_LEFT=left != UNLIMITED,
+            **static, **row.options,
+        )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _static(row: Row, problem: AttnProblem, dies: int) -> dict:
+    d0, _, d1 = split_head_size(problem.head_size)
+    v0, _, v1 = split_head_size(problem.v_head_size)
+    config = {"CHEAP_P": False, "PRELOAD_V": False, **row.constexprs}
+    return {
+        "NUM_HEADS": problem.num_q_heads, "GROUP": problem.group, "D0": d0, "D1": d1, "D": problem.head_size, "V0": v0, "V1": v1,
+        "DV": problem.v_head_size, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)],
+        "NUM_XCDS": dies if problem.num_q_heads % dies == 0 else 1, **config,
+    }  # fmt: skip

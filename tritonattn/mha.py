@@ -1,0 +1,211 @@
+"""The public ops of multi-head attention: check, plan, run.
+
+Shapes, units and score order are those of the words below, for every op.
+
+- `T` query tokens in the call, `B` sequences, `Hq`/`Hkv` query/KV heads (`Hq % Hkv == 0`), `D`/`Dv` head size of Q and K / of V.
+- Lengths and tables are int32 on the device; every `max_*` is a host int and an upper bound.
+- Causal is bottom-right aligned: query `i` of a sequence sees keys `0 .. seq_len - query_len + i`. `window_size = (left, right)` is
+  inclusive, -1 = unlimited.
+- `s = softmax_scale * (q . k)`, then `softcap * tanh(s / softcap)`, then `+ alibi_slope * (key - query position)`, then masks.
+  `softmax_scale=None` means `1 / sqrt(D)`. `sinks [Hq]` is one more logit per row, without a value.
+- A descale (`real = stored * descale`) is a float, a 1-element float32 device tensor, or `[Hkv]`.
+- `lse` is float32, natural log, `[Hq, T]`. A row that sees no key has `out = 0` and `lse = -inf` (with a sink: `lse = sink`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tritonattn import checks
+from tritonattn.paths.cache import run_gather, run_write
+from tritonattn.paths.combine import run_merge
+from tritonattn.paths.decode import run_decode
+from tritonattn.paths.extend import ALIGN, context_row, run_extend
+from tritonattn.paths.prefill import run_prefill
+from tritonattn.plan import decode_plan
+from tritonattn.scratch import Fresh
+from tritonattn.tuning.arch import detect
+
+Scale = float | Tensor | None
+
+
+def _outputs(q: Tensor, v_head_size: int, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+    tokens, heads, _ = q.shape
+    if out is None:
+        dtype = q.dtype if q.element_size() > 1 else torch.bfloat16
+        out = torch.empty(tokens, heads, v_head_size, dtype=dtype, device=q.device)
+    return out, torch.empty(heads, tokens, dtype=torch.float32, device=q.device) if return_lse else None
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, q_descale: Scale = None, k_descale: Scale = None,
+    v_descale: Scale = None, out: Tensor | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Prefill: each sequence's queries against its own dense keys. FlashAttention-2 (arXiv:2307.08691).
+
+    q [T, Hq, D]; k [Tk, Hkv, D]; v [Tk, Hkv, Dv]: bf16, fp16, fp32 or fp8, the same for all three, unit last stride.
+    cu_seqlens_q, cu_seqlens_k [B + 1]: sequence i has queries cu_seqlens_q[i]:cu_seqlens_q[i+1], and keys likewise.
+
+    Returns out [T, Hq, Dv] (dtype of q; bf16 for fp8), and with return_lse also lse. Tokens past the last sequence get 0.
+    Raises ValueError or TypeError with every reason, before any launch.
+    """
+    problem, params = checks.check_prefill(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out=out,
+    )  # fmt: skip
+    out, lse = _outputs(q, problem.v_head_size, out, return_lse)
+    run_prefill(
+        problem, params, q, k, v, out, lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, num_seqs=len(cu_seqlens_q) - 1,
+        max_seqlen_q=max_seqlen_q,
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def extend_attention(
+    q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, *, cu_seqlens_q: Tensor, context_lens: Tensor,
+    block_table: Tensor, max_seqlen_q: int, max_context_len: int, kv_layout: str = "preshuffled", chunk_tokens: int = 32768,
+    softmax_scale: float | None = None, causal: bool = True, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, k_descale: Scale = None, v_descale: Scale = None,
+    out: Tensor | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """New tokens on a cached context, the context in chunks of `chunk_tokens` tokens of the whole batch.
+
+    q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]: the new tokens, bf16, fp16 or fp32; k = v = None: they are in the cache already,
+    after the context.
+    k_cache, v_cache: see `layouts`; the dtype of q, or fp8 with descales.
+    context_lens [B]: tokens in the cache before the new ones. block_table [B, max_blocks].
+    chunk_tokens bounds the scratch (keys and values of that many tokens); it is rounded up to a multiple of 16.
+
+    Returns out [T, Hq, Dv], and with return_lse also lse. Tokens past the last sequence get 0 or stay as they are in `out`.
+    Raises ValueError or TypeError with every reason, before any launch.
+    """
+    problem, cache, params = checks.check_extend(
+        q, k, v, k_cache, v_cache, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table,
+        max_seqlen_q=max_seqlen_q, max_context_len=max_context_len, kv_layout=kv_layout, chunk_tokens=chunk_tokens,
+        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        k_descale=k_descale, v_descale=v_descale, out=out,
+    )  # fmt: skip
+    if out is None and k is None:  # only the pass over the new tokens reaches the padding
+        out = torch.zeros(q.shape[0], q.shape[1], problem.v_head_size, dtype=q.dtype, device=q.device)
+    out, lse = _outputs(q, problem.v_head_size, out, return_lse)
+    left, longest, cached_lens = window_size[0], max_context_len, context_lens
+    if k is None:
+        longest += max_seqlen_q
+        cached_lens = context_lens + cu_seqlens_q.diff()
+    if left >= 0:
+        longest = min(longest, left + ALIGN + (max_seqlen_q if k is None else 0))
+    num_seqs = len(context_lens)
+    run_extend(
+        problem, params, q, k, v, cache, out, lse, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table,
+        row=context_row(context_lens, cached_lens, left), row_length=num_seqs * -(-longest // ALIGN) * ALIGN, num_seqs=num_seqs,
+        max_seqlen_q=max_seqlen_q, chunk_tokens=chunk_tokens, scratch=Fresh(q.device),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, *, seqused_k: Tensor, block_table: Tensor, max_seqlen_k: int,
+    cu_seqlens_q: Tensor | None = None, max_seqlen_q: int = 1, kv_layout: str = "preshuffled", num_splits: int = 0,
+    softmax_scale: float | None = None, causal: bool = True, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, q_descale: Scale = None, k_descale: Scale = None,
+    v_descale: Scale = None, out: Tensor | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """A few query tokens per sequence over the paged cache, split over the keys (Flash-Decoding) and merged.
+
+    q [T, Hq, D]: bf16, fp16, fp32 or fp8. cu_seqlens_q [B + 1] gives the query tokens of each sequence, at most max_seqlen_q; None:
+    max_seqlen_q each. Every cached key is read once for all query rows of its KV head, up to 64 rows.
+    k_cache, v_cache: see `layouts`; the dtype of q, or fp8 with descales. The new tokens are in the cache already.
+    seqused_k [B]: keys of each sequence, the new tokens among them; 0 is legal. block_table [B, max_blocks].
+    num_splits: parts that the keys of a sequence are cut into; 0 lets the plan choose.
+
+    Returns out [T, Hq, Dv] (dtype of q; bf16 for fp8), and with return_lse also lse.
+    Raises ValueError or TypeError with every reason, before any launch.
+    """
+    problem, cache, params = checks.check_decode(
+        q, k_cache, v_cache, seqused_k=seqused_k, block_table=block_table, max_seqlen_k=max_seqlen_k, cu_seqlens_q=cu_seqlens_q,
+        max_seqlen_q=max_seqlen_q, kv_layout=kv_layout, num_splits=num_splits, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, q_descale=q_descale, k_descale=k_descale,
+        v_descale=v_descale, out=out,
+    )  # fmt: skip
+    num_seqs = len(seqused_k)
+    if out is None and (cu_seqlens_q is not None or q.shape[0] > num_seqs * max_seqlen_q):  # there may be padding tokens
+        dtype = q.dtype if q.element_size() > 1 else torch.bfloat16
+        out = torch.zeros(q.shape[0], q.shape[1], problem.v_head_size, dtype=dtype, device=q.device)
+    out, lse = _outputs(q, problem.v_head_size, out, return_lse)
+    run_decode(
+        problem, params, q, cache, out, lse, cu_seqlens_q=cu_seqlens_q, seq_lens=seqused_k, block_table=block_table,
+        num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
+        plan=decode_plan(detect(q.device), problem, num_seqs, max_seqlen_q, max_seqlen_k, num_splits), scratch=Fresh(q.device),
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def merge_attn_states(
+    out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, out: Tensor | None = None, return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """Two attention results over disjoint keys into the result over their union (section 2.2 of arXiv:2501.01005).
+
+    out_a, out_b [T, Hq, Dv]; lse_a, lse_b [Hq, T], float32, natural log. A side with lse = -inf (or +inf or NaN, which some producers
+    write for "no key") counts for nothing, whatever its output holds. `out` may be `out_a`.
+
+    Returns out [T, Hq, Dv], and with return_lse also lse.
+    Raises ValueError or TypeError with every reason, before any launch.
+    """
+    checks.check_merge(out_a, lse_a, out_b, lse_b, out=out)
+    out = torch.empty_like(out_a, memory_format=torch.contiguous_format) if out is None else out
+    lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format) if return_lse else None
+    run_merge(out, lse, out_a, lse_a, out_b, lse_b)
+    return (out, lse) if lse is not None else out
+
+
+def reshape_and_cache(
+    key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, kv_layout: str = "preshuffled",
+    k_descale: Scale = None, v_descale: Scale = None,
+) -> None:  # fmt: skip
+    """Write new tokens into the cache.
+
+    key [T, Hkv, D], value [T, Hkv, Dv]: bf16, fp16 or fp32. k_cache, v_cache: see `layouts`; the dtype of key, or fp8: then
+    `stored = real / descale`, saturating, NaN stays NaN.
+    slot_mapping [at most T], int32 or int64: token i goes to block slot // block_size, position slot % block_size; -1: nowhere.
+
+    Raises ValueError or TypeError with every reason, before any launch.
+    """
+    cache = checks.check_reshape_and_cache(
+        key, value, k_cache, v_cache, slot_mapping, kv_layout=kv_layout, k_descale=k_descale, v_descale=v_descale
+    )
+    run_write(key, value, cache, slot_mapping, k_descale, v_descale)
+
+
+def gather_cache(
+    k_cache: Tensor, v_cache: Tensor, block_table: Tensor, starts: Tensor, lengths: Tensor, *, kv_layout: str,
+    k_descale: Scale = None, v_descale: Scale = None, out: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Cached tokens into dense tensors, dequantised: positions starts[i] .. starts[i] + lengths[i] of sequence i, one after the other.
+
+    starts, lengths [B]; block_table [B, max_blocks]. out: a pair [n, Hkv, D], [n, Hkv, Dv] with n >= the sum of lengths, whose
+    further rows stay as they are. Without it n is that sum, read from the device (a synchronisation), in the dtype of the cache or
+    bf16 for fp8.
+
+    Returns the pair. Raises ValueError or TypeError with every reason, before any launch.
+    """
+    cache = checks.check_gather(
+        k_cache, v_cache, block_table, starts, lengths, kv_layout=kv_layout, k_descale=k_descale, v_descale=v_descale, out=out
+    )
+    cu = torch.zeros(len(starts) + 1, dtype=torch.int32, device=starts.device)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=cu[1:])
+    if out is None:
+        dtype = k_cache.dtype if k_cache.element_size() > 1 else torch.bfloat16
+        rows = int(cu[-1])
+        out = (
+            torch.empty(rows, cache.num_kv_heads, cache.head_size, dtype=dtype, device=k_cache.device),
+            torch.empty(rows, cache.num_kv_heads, cache.v_head_size, dtype=dtype, device=k_cache.device),
+        )
+    run_gather(
+        out[0], out[1], cache, k_descale, v_descale, cu_rows=cu, starts=starts, lengths=lengths, block_table=block_table,
+        num_seqs=len(starts), chunk=(0, out[0].shape[0]), aligned=False,
+    )  # fmt: skip
+    return out
