@@ -1,1 +1,30 @@
-"""Attention kernels for LLM serving on AMD Instinct, in Triton alone."""
+"""Attention kernels for LLM serving on AMD Instinct, in Triton alone.
+
+The ops, the cache layouts and the router are attributes of this package, loaded when first used; importing it touches no device.
+"""
+
+from importlib import import_module
+
+_HOME = {
+    "flash_attn_varlen_func": "mha", "extend_attention": "mha", "decode_attention": "mha", "merge_attn_states": "mha",
+    "reshape_and_cache": "mha", "gather_cache": "mha",
+    "Router": "router", "reorder_batch": "router", "classify": "router",
+}  # fmt: skip
+_MODULES = ("layouts", "reference")
+
+__all__ = [*_HOME, *_MODULES]
+
+
+def __getattr__(name: str):
+    if name in _HOME:
+        value = getattr(import_module(f"tritonattn.{_HOME[name]}"), name)
+    elif name in _MODULES:
+        value = import_module(f"tritonattn.{name}")
+    else:
+        raise AttributeError(f"module 'tritonattn' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -70,6 +70,37 @@ def attend_tile(
     return acc0, acc1, m, l
 
 
+@triton.jit
+def store_output(
+    out, lse, acc0, acc1, m, l, head, tokens, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head,
+    V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr, VEC_OUT: tl.constexpr,
+):  # fmt: skip
+    """The finished rows: [rows, DV] of `out` and their natural-log LSE."""
+    inverse, lse_row = softmax.finish(m, l)
+    inverse = (inverse * scale)[:, None]
+    rows = out + head.to(tl.int64) * stride_out_head * VEC_OUT + (tokens * stride_out_token * VEC_OUT)[:, None]
+    tl.store(rows + tl.arange(0, V0)[None, :], (acc0 * inverse).to(out.dtype.element_ty), mask=row_ok[:, None])
+    if V1 > 0:
+        c1 = tl.arange(0, V1)
+        ok = row_ok[:, None] & (c1 < DV - V0)[None, :]
+        tl.store(rows + V0 + c1[None, :], (acc1 * inverse).to(out.dtype.element_ty), mask=ok)
+    if lse is not None:
+        tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)
+
+
+@triton.jit
+def store_state(
+    ml_slot, acc_slot, acc0, acc1, m, l, BLOCK_M: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr
+):
+    """The state of rows that a later pass goes on with."""
+    tl.store(ml_slot, m)
+    tl.store(ml_slot + BLOCK_M, l)
+    tl.store(acc_slot + tl.arange(0, V0)[None, :], acc0)
+    if V1 > 0:
+        c1 = tl.arange(0, V1)
+        tl.store(acc_slot + V0 + c1[None, :], acc1, mask=(c1 < DV - V0)[None, :])
+
+
 @triton.jit(
     do_not_specialize=[
         "stride_q_token", "stride_q_head", "stride_k_token", "stride_k_head", "stride_v_token", "stride_v_head",
@@ -123,21 +154,15 @@ def attend(
         if part_begin >= part_end:
             return
         first = part_begin == k_begin
-        last = False
-        if KV_SHARED:
-            last = part_end == k_end
         k_len = part_end - part_begin
         diag = context_len - key_start - (part_begin - k_begin)
         k_row = part_begin - chunk_begin
     elif PASS == 2:
         first = tl.load(key_starts + seq) >= tl.load(context_lens + seq)
-        last = True
         k_len = q_len
         diag = 0
         k_row = q_start
     else:
-        first = True
-        last = True
         k_len = tl.load(cu_seqlens_k + seq + 1, mask=live, other=0) - k_begin
         diag = k_len - q_len
         k_row = k_begin
@@ -205,22 +230,21 @@ def attend(
             BLOCK_N, CHEAP_P, PRELOAD_V,
         )  # fmt: skip
 
-    if last:
-        inverse, lse_row = softmax.finish(m, l)
-        inverse = inverse * out_scale * descale(v_descale, kv_head, stride_v_descale)
-        o_rows = out + head.to(tl.int64) * stride_out_head * VEC_OUT + (tokens * stride_out_token * VEC_OUT)[:, None]
-        tl.store(o_rows + c0[None, :], (acc0 * inverse[:, None]).to(out.dtype.element_ty), mask=row_ok[:, None])
-        if V1 > 0:
-            o1 = (acc1 * inverse[:, None]).to(out.dtype.element_ty)
-            tl.store(o_rows + V0 + c1[None, :], o1, mask=row_ok[:, None] & (c1 < DV - V0)[None, :])
-        if lse is not None:
-            tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)
+    scale = out_scale * descale(v_descale, kv_head, stride_v_descale)
+    if PASS == 1 and KV_SHARED:
+        if part_end == k_end:
+            store_output(
+                out, lse, acc0, acc1, m, l, head, tokens, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head, V0, V1, DV,
+                VEC_OUT,
+            )  # fmt: skip
+        else:
+            store_state(ml_slot, acc_slot, acc0, acc1, m, l, BLOCK_M, V0, V1, DV)
+    elif PASS == 1:
+        store_state(ml_slot, acc_slot, acc0, acc1, m, l, BLOCK_M, V0, V1, DV)
     else:
-        tl.store(ml_slot, m)
-        tl.store(ml_slot + BLOCK_M, l)
-        tl.store(acc_slot + c0[None, :], acc0)
-        if V1 > 0:
-            tl.store(acc_slot + V0 + c1[None, :], acc1, mask=(c1 < DV - V0)[None, :])
+        store_output(
+            out, lse, acc0, acc1, m, l, head, tokens, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head, V0, V1, DV, VEC_OUT
+        )
 
 
 def run_prefill(
