@@ -14,7 +14,9 @@ import os
 from collections.abc import Sequence
 from typing import NoReturn
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tritonattn import layouts
@@ -22,6 +24,7 @@ from tritonattn.layouts import CacheView
 from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, default_scale
 from tritonattn.tuning.arch import detect
 
+Ints = NDArray[np.int32]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 FLOATS_AND_FP8 = FLOATS + FP8_DTYPES
 INT32 = (torch.int32,)
@@ -35,9 +38,9 @@ class Reasons:
 
     __slots__ = ("device", "op", "types", "unusable", "values")
 
-    def __init__(self, op: str, first: Tensor) -> None:
+    def __init__(self, op: str, first: Tensor | None, device: torch.device | None = None) -> None:
         self.op = op
-        self.device = first.device if isinstance(first, Tensor) else None
+        self.device = first.device if isinstance(first, Tensor) else device
         self.types: list[str] = []
         self.values: list[str] = []
         self.unusable = False
@@ -141,6 +144,25 @@ class Reasons:
             self.types.append(f"{name} must be a float, got {type(value).__name__}")
         elif not math.isfinite(value) or value < 0 or (positive and value == 0):
             self.values.append(f"{name} must be finite and {'above 0' if positive else 'at least 0'}, got {value}")
+
+    def lengths(self, name: str, values: Sequence[int] | Ints) -> Ints:
+        """Host integers, one per request, as int32."""
+        if isinstance(values, Tensor) and values.is_cuda:
+            self.types.append(f"{name} must be on the host, got a tensor on {values.device}")
+            self.unusable = True
+            return np.zeros(0, np.int32)
+        array = np.asarray(values)
+        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+            self.types.append(f"{name} must be a sequence of integers, got {array.dtype} of shape {list(array.shape)}")
+            self.unusable = True
+        return array.astype(np.int32, copy=False)
+
+    def each(self, need: str, values: Ints, wrong: NDArray[np.bool_]) -> None:
+        """Requests that are wrong, the first few by number and value."""
+        if wrong.any():
+            which = np.flatnonzero(wrong)
+            got = ", ".join(f"{values[i]} (request {i})" for i in which[:4])
+            self.values.append(f"{need}, got {got}{', ...' if len(which) > 4 else ''}")
 
     def options(self, causal: bool, window_size: tuple[int, int], softcap: float, softmax_scale: float | None) -> None:
         """Options of the scores and of the mask that are plain values."""
@@ -437,3 +459,115 @@ def check_gather(k_cache, v_cache, block_table, starts, lengths, *, kv_layout, k
     reasons.hardware(k_cache.dtype)
     reasons.done()
     return cache
+
+
+# -- router ---------------------------------------------------------------------------------------------------
+
+
+def check_router(
+    num_q_heads, num_kv_heads, head_size, v_head_size, dtype, device, kv_layout, kv_dtype, decode_threshold, chunk_tokens, block_size,
+    softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale,
+) -> AttnParams:  # fmt: skip
+    """Arguments of `Router`."""
+    reasons = Reasons("Router", None, device)
+    sizes = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "v_head_size": v_head_size}
+    for name, value in sizes.items():
+        reasons.integer(name, value, 1)
+    reasons.integer("decode_threshold", decode_threshold, 1)
+    reasons.integer("chunk_tokens", chunk_tokens, 1)
+    if block_size is not None:
+        reasons.integer("block_size", block_size, 1)
+    reasons.options(causal, window_size, softcap, softmax_scale)
+    if dtype not in FLOATS:
+        reasons.types.append(f"dtype must be {_either(FLOATS)}, got {dtype}")
+    elif kv_dtype is not dtype and kv_dtype not in FP8_DTYPES:
+        reasons.types.append(f"kv_dtype must be {dtype} like dtype, or an 8-bit float, got {kv_dtype}")
+    if kv_layout not in layouts.PAGED_LAYOUTS:
+        reasons.values.append(f"kv_layout must be one of {', '.join(layouts.PAGED_LAYOUTS)}, got {kv_layout!r}")
+    reasons.done()
+    reasons.heads(num_q_heads, num_kv_heads, head_size, v_head_size)
+    reasons.per_head("alibi_slopes", alibi_slopes, num_q_heads)
+    reasons.per_head("sinks", sinks, num_q_heads)
+    for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+        reasons.descale(name, value, num_kv_heads)
+    reasons.hardware(kv_dtype)
+    reasons.done()
+    return AttnParams(
+        default_scale(softmax_scale, head_size), causal, tuple(window_size), softcap, alibi_slopes, sinks,
+        q_descale, k_descale, v_descale,
+    )  # fmt: skip
+
+
+def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_threshold) -> tuple[Ints, Ints]:
+    """Arguments of `Router.plan`, whose lengths the host knows. Gives both as int32 arrays."""
+    reasons = Reasons("Router.plan", None, device)
+    query, seq = reasons.lengths("query_lens", query_lens), reasons.lengths("seq_lens", seq_lens)
+    if block_table is not None:
+        reasons.rows("block_table", block_table, 2, INT32)
+    reasons.stop()
+    if len(query) != len(seq):
+        reasons.values.append(f"seq_lens must be as long as query_lens, {len(query)}, got {len(seq)}")
+        reasons.done()
+    if len(query):
+        reasons.each("query_lens must be at least 0", query, query < 0)
+        reasons.each("seq_lens must be at least query_lens", seq, seq < query)
+        needed = np.where(seq > query, seq, 0)
+        if block_table is None:
+            reasons.each("block_table must be given where a request has context", needed, needed > 0)
+        else:
+            reasons.shape("block_table", block_table, (len(query), -1))
+            if block_size is not None:
+                held = block_table.shape[1] * block_size
+                extends = query > decode_threshold
+                stored = np.where(extends, seq - query, needed)
+                reasons.each(f"seq_lens must fit in block_table, {held} tokens in the cache", stored, stored > held)
+    reasons.done()
+    return query, seq
+
+
+def check_run(
+    problem: AttnProblem, params: AttnParams, q, k, v, k_cache, v_cache, block_table, *, kv_layout, device, block_size, num_tokens,
+    reads, fresh, out, sinks, q_descale, k_descale, v_descale,
+) -> tuple[CacheView | None, AttnParams]:  # fmt: skip
+    """Arguments of `Router.run` beside what its router and plan have fixed. ``reads``: most cached tokens of a request."""
+    reasons = Reasons("Router.run", None, device)
+    if not fresh:
+        reasons.values.append("plan must be the latest of its batch size (decode-only plans of one size share a buffer), got an older one")
+    same = (problem.dtype,)
+    reasons.rows("q", q, 3, same)
+    _new_tokens(reasons, q, k, v)
+    cache = None
+    if reads or k_cache is not None or v_cache is not None:
+        reasons.cache(k_cache, v_cache, kv_layout)
+    reasons.stop()
+    heads = problem.num_kv_heads
+    tokens = q.shape[0]
+    reasons.shape("q", q, (-1, problem.num_q_heads, problem.head_size))
+    if tokens < num_tokens:
+        reasons.values.append(f"q must hold the {num_tokens} tokens of the plan, got {tokens}")
+    if k is not None:
+        reasons.shape("k", k, (tokens, heads, problem.head_size))
+        reasons.shape("v", v, (tokens, heads, problem.v_head_size))
+    if k_cache is not None:
+        cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
+        got, need = cache[6:9], (heads, problem.head_size, problem.v_head_size)
+        if got != need:
+            reasons.values.append(f"caches must have KV heads, D and Dv {list(need)}, got {list(got)}")
+        if k_cache.dtype is not problem.kv_dtype:
+            reasons.types.append(f"k_cache must be {problem.kv_dtype}, got {k_cache.dtype}")
+        if block_size is not None and cache.block_size != block_size:
+            reasons.values.append(f"caches must have the router's block size {block_size}, got {cache.block_size}")
+        held = 0 if block_table is None else block_table.shape[1] * cache.block_size
+        if reads > held:
+            reasons.values.append(f"block_table must hold {reads} tokens, got room for {held} in blocks of {cache.block_size}")
+    if out is not None:
+        reasons.out(out, (tokens, problem.num_q_heads, problem.v_head_size))
+    own = {"sinks": sinks, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    own = {name: value for name, value in own.items() if value is not None}
+    for name, value in own.items():
+        if name == "sinks":
+            reasons.per_head(name, value, problem.num_q_heads)
+        else:
+            reasons.descale(name, value, heads)
+    reasons.done()
+    return cache, params._replace(**own) if own else params

@@ -96,3 +96,11 @@ def decode_plan(
         tiles = -(-max_seqlen_k // row.config["BLOCK_N"])
         num_splits = max(1, min(room, tiles, MAX_SPLITS))
     return DecodePlan(row, block_rows, row_blocks, num_splits)
+
+
+class ContextRow(NamedTuple):
+    """The cached keys that a batch of extend requests needs, laid end to end. int32, on the device."""
+
+    starts: Tensor  # [B] the first position that some query sees
+    lengths: Tensor  # [B] how many from there on
+    cu: Tensor  # [B + 1] offsets in the row, multiples of 16; what lies between the end of a sequence and the next is not read

@@ -10,13 +10,11 @@ Scratch: `chunk_tokens` keys and values, and the float32 state of the query rows
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from tritonattn.layouts import CacheView
-from tritonattn.plan import prefill_row
+from tritonattn.plan import ContextRow, prefill_row
 from tritonattn.problem import AttnParams, AttnProblem
 from tritonattn.scratch import Scratch
 from tritonattn.tuning.arch import detect
@@ -24,14 +22,6 @@ from tritonattn.paths.cache import run_gather
 from tritonattn.paths.prefill import CHUNK, NEW_TOKENS, run_pass, tile_count
 
 ALIGN = 16  # a sequence's part of the row starts at a multiple of this: then V of a preshuffled page is gathered in 16-byte runs
-
-
-class ContextRow(NamedTuple):
-    """Where the cached keys of each sequence lie in the row. int32, on the device."""
-
-    starts: Tensor  # [B] the first position that some query sees
-    lengths: Tensor  # [B] how many from there on
-    cu: Tensor  # [B + 1] offsets in the row, multiples of ALIGN
 
 
 def key_starts(context_lens: Tensor, window_left: int) -> Tensor:

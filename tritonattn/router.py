@@ -1,0 +1,411 @@
+"""Mixed batches: which request takes which path, planned once per step on the host and run once per layer.
+
+The plan reads nothing back from the device and sends it one small buffer. Every kernel finds its sequences through that
+buffer, so requests may arrive in any order and no token is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tritonattn.checks import check_plan, check_router, check_run
+from tritonattn.plan import ContextRow, DecodePlan, decode_plan, prefill_row
+from tritonattn.problem import AttnProblem
+from tritonattn.scratch import Arena
+from tritonattn.tuning.arch import detect
+
+Ints = NDArray[np.int32]
+ASSUMED_BLOCK_SIZE = 16  # for looking up tuning rows where the router was not told the block size
+ROW_ALIGN = 16  # a request's part of the context row starts at a multiple of this, see paths.extend
+MIN_BLOCK_M = 16  # no kernel takes fewer query rows per tile
+REDUCTION_SHARE = 8  # a split reads at least this many times the bytes that merging it moves
+
+
+class Kind(IntEnum):
+    """The path of a request; the order of the values is that of `Plan.order`."""
+
+    DECODE = 0
+    EXTEND = 1
+    PREFILL = 2
+
+
+def classify(query_lens: Sequence[int] | Ints, context_lens: Sequence[int] | Ints, decode_threshold: int = 1) -> Ints:
+    """The `Kind` of each request: prefill without context, else decode up to ``decode_threshold`` query tokens, else extend."""
+    query, context = np.asarray(query_lens, np.int32), np.asarray(context_lens, np.int32)
+    return np.where(context == 0, Kind.PREFILL, np.where(query <= decode_threshold, Kind.DECODE, Kind.EXTEND)).astype(np.int32)
+
+
+def reorder_batch(
+    query_lens: Sequence[int] | Ints, context_lens: Sequence[int] | Ints, decode_threshold: int = 1
+) -> list[tuple[int, int]]:
+    """Swaps ``(i, j)`` that, applied one after the other to every per-request list, order a batch as [decode : extend : prefill].
+
+    The order within a kind is kept. Empty for a batch that is in order already. A cycle of n misplaced requests takes n - 1
+    swaps; a request that is in its place is not touched.
+    """
+    order = np.argsort(classify(query_lens, context_lens, decode_threshold), kind="stable").tolist()
+    holder = list(range(len(order)))  # which request stands at a position
+    place = list(range(len(order)))  # and the reverse
+    swaps = []
+    for i, request in enumerate(order):
+        j = place[request]
+        if j != i:
+            swaps.append((i, j))
+            holder[j] = holder[i]
+            place[holder[j]] = j
+    return swaps
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """The decode requests of a plan."""
+
+    plan: DecodePlan
+    num_seqs: int
+    max_seqlen_q: int
+    seq_ids: Tensor
+    """[num_seqs] int32, longest first."""
+    seq_splits: Tensor
+    """[num_seqs] int32: parts that the keys of each are split into."""
+
+
+@dataclass(frozen=True)
+class TileLaunch:
+    """Requests of a plan as blocks of query rows."""
+
+    max_seqlen_q: int
+    num_tiles: int
+    tiles: Tensor
+    """[num_tiles, 2] int32: sequence, first row; those with most keys last, which is where kernels begin."""
+
+
+@dataclass(frozen=True)
+class ExtendLaunch(TileLaunch):
+    """And the cached keys that they need, laid end to end."""
+
+    row: ContextRow
+    row_length: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `Router.run` does for one batch: host data, and views of one device buffer."""
+
+    num_seqs: int
+    num_tokens: int
+    query_lens: Ints
+    seq_lens: Ints
+    kinds: Ints
+    """The `Kind` of each request."""
+    order: list[int]
+    """Request indices as [decode : extend : prefill], stable within each."""
+    decode: DecodeLaunch | None
+    extend: ExtendLaunch | None
+    prefill: TileLaunch | None
+    device_cu_seqlens_q: Tensor
+    device_seq_lens: Tensor
+    device_context_lens: Tensor
+    block_table: Tensor | None
+    max_cached_len: int
+    """Most tokens that a request reads from the cache, where new ones come as k and v."""
+    max_seq_len: int
+    version: int
+
+
+class Router:
+    """Runs prefill, extend and decode requests of one batch, each on its own path.
+
+    Args:
+        num_q_heads, num_kv_heads, head_size, v_head_size: of the layers that use it (``v_head_size`` defaults to ``head_size``).
+        dtype: of queries, new keys and values, and of the result.
+        device: where everything lives.
+        kv_layout, kv_dtype: of the cache; ``kv_dtype`` defaults to ``dtype``.
+        decode_threshold: most query tokens of a request that is decoded (1 + speculated tokens).
+        chunk_tokens: cached tokens gathered at a time for extend requests; bounds the scratch.
+        batch_invariant: a request's result is the same to the bit whatever else is in the batch, at some cost in speed.
+        block_size: tokens per cache block; told, `plan` can refuse a block table that is too short before `run` does.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale: as in the
+            ops; of those, sinks and descales may be given to `run` instead, where layers differ.
+
+    Raises:
+        ValueError, TypeError: with every reason why these arguments are not supported.
+
+    Scratch belongs to the router, at addresses that stay; calls of one router run on one stream.
+    """
+
+    def __init__(
+        self, num_q_heads: int, num_kv_heads: int, head_size: int, *, v_head_size: int | None = None, dtype: torch.dtype,
+        device: torch.device | str, kv_layout: str = "preshuffled", kv_dtype: torch.dtype | None = None, decode_threshold: int = 1,
+        chunk_tokens: int = 32768, batch_invariant: bool = False, block_size: int | None = None, softmax_scale: float | None = None,
+        causal: bool = True, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None, q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
+        v_descale: float | Tensor | None = None,
+    ) -> None:  # fmt: skip
+        v_head_size = head_size if v_head_size is None else v_head_size
+        kv_dtype = dtype if kv_dtype is None else kv_dtype
+        self.device = _with_index(torch.device(device))
+        self.params = check_router(
+            num_q_heads, num_kv_heads, head_size, v_head_size, dtype, self.device, kv_layout, kv_dtype, decode_threshold,
+            chunk_tokens, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale,
+        )  # fmt: skip
+        self.kv_layout = kv_layout
+        self.block_size = block_size
+        self.decode_threshold = decode_threshold
+        self.chunk_tokens = chunk_tokens
+        self.batch_invariant = batch_invariant
+        self.paged = AttnProblem(
+            num_q_heads, num_kv_heads, head_size, v_head_size, dtype, kv_dtype,
+            "preshuffled" if kv_layout == "preshuffled" else "plain", block_size or ASSUMED_BLOCK_SIZE, causal,
+            self.params.window_size != (-1, -1), softcap > 0, alibi_slopes is not None, sinks is not None,
+        )  # fmt: skip
+        self.dense = self.paged._replace(kv_dtype=dtype, kv_layout="dense", block_size=0)
+        self.scratch = Arena(self.device)
+        self._arch = detect(self.device)
+        self._fixed: dict[int, Tensor] = {}
+        self._version = 0
+        self._latest: dict[int, int] = {}
+        self._all_of: Plan | None = None
+        self._all: ExtendLaunch | None = None
+
+    # -- plan -----------------------------------------------------------------------------------------------------
+
+    def plan(self, query_lens: Sequence[int] | Ints, seq_lens: Sequence[int] | Ints, block_table: Tensor | None) -> Plan:
+        """Sort a batch into paths and choose tiles and splits: arithmetic on the host, and one upload.
+
+        Args:
+            query_lens, seq_lens: host integers per request: new tokens, and context + new tokens. ``(0, 0)`` is padding.
+            block_table: [B, max_blocks] int32 on the device. None will do where no request has context.
+
+        The plans of decode-only batches of one size (padding included) share a device buffer and a grid: a graph that was
+        captured around `run` of one replays whichever was planned last, with the same block table tensor. The older plan is
+        refused by `run` from then on.
+
+        Raises:
+            ValueError, TypeError: with every reason: negative lengths, more query than sequence tokens, a table too short, ...
+        """
+        query, seq = check_plan(query_lens, seq_lens, block_table, self.device, self.block_size, self.decode_threshold)
+        batch = len(query)
+        context = seq - query
+        kinds = classify(query, context, self.decode_threshold)
+        live = query > 0
+        extended, prefilled = ((kinds == Kind.EXTEND) & live).nonzero()[0], ((kinds == Kind.PREFILL) & live).nonzero()[0]
+        decode_only = not (len(extended) or len(prefilled))
+        # In a decode-only batch padding keeps its place, so that the grid stays that of the graph.
+        decoded = np.arange(batch) if decode_only else ((kinds == Kind.DECODE) & live).nonzero()[0]
+        cu_seqlens_q = np.zeros(batch + 1, np.int32)
+        query.cumsum(out=cu_seqlens_q[1:])
+
+        upload = self._begin_upload(batch, int(cu_seqlens_q[-1]), decode_only)
+        plan = Plan(
+            num_seqs=batch, num_tokens=int(cu_seqlens_q[-1]), query_lens=query, seq_lens=seq, kinds=kinds,
+            order=kinds.argsort(kind="stable").tolist(), device_cu_seqlens_q=upload.put(cu_seqlens_q),
+            device_seq_lens=upload.put(seq), device_context_lens=upload.put(context), block_table=block_table,
+            decode=self._decode_launch(upload, decoded, query, seq, block_table, decode_only) if len(decoded) else None,
+            extend=self._extend_launch(upload, extended, query, context, context) if len(extended) else None,
+            prefill=self._tile_launch(upload, self.dense, prefilled, query, context) if len(prefilled) else None,
+            max_cached_len=int(np.where(kinds == Kind.DECODE, seq, context).max(initial=0)), max_seq_len=int(seq.max(initial=0)),
+            version=self._version,
+        )  # fmt: skip
+        upload.send()
+        return plan
+
+    def _begin_upload(self, batch: int, num_tokens: int, decode_only: bool) -> _Upload:
+        """Room for every array of a plan. A decode-only batch has three arrays of its own size and two of the decode launch."""
+        self._version += 1
+        if not decode_only:
+            return _Upload(torch.empty(16 * (batch + 8) + 6 * (num_tokens // MIN_BLOCK_M + batch), dtype=torch.int32, device=self.device))
+        self._latest[batch] = self._version
+        if batch not in self._fixed:
+            self._fixed[batch] = torch.empty(5 * (batch + 8), dtype=torch.int32, device=self.device)
+        return _Upload(self._fixed[batch])
+
+    def _decode_launch(
+        self, upload: _Upload, ids: NDArray[np.int64], query: Ints, seq: Ints, block_table: Tensor | None, fixed: bool
+    ) -> DecodeLaunch:
+        """Splits for each request: as many as fill the device, of about equal length over the whole batch.
+
+        ``batch_invariant``: as many as the request alone would get. ``fixed``: the grid follows from sizes that later batches share.
+        """
+        problem, left = self.paged, self.params.window_size[0]
+        keys, queries = seq[ids], query[ids]
+        if left >= 0:
+            keys = np.minimum(keys, left + queries)
+        by_length = (-keys).argsort(kind="stable")
+        keys = keys[by_length]
+        pinned = fixed or self.batch_invariant
+        max_q = self.decode_threshold if pinned else int(queries.max())
+        longest = block_table.shape[1] * problem.block_size if pinned and block_table is not None else int(keys[0])
+        plan = decode_plan(self._arch, problem, 1 if self.batch_invariant else len(ids), max_q, longest)
+        units = problem.num_kv_heads * plan.row_blocks
+        programs = max(1, int(plan.row.config["programs_per_cu"] * self._arch.compute_units))
+        work = keys.astype(np.int64) if self.batch_invariant else int(keys.sum(dtype=np.int64))
+        part = np.maximum(_least_split(problem, max_q), -(-work * units // programs))
+        splits = np.clip(-(-keys // part), 1, plan.num_splits).astype(np.int32)
+        plan = replace(plan, num_splits=plan.num_splits if fixed else int(splits.max()))
+        return DecodeLaunch(plan, len(ids), max_q, upload.put(ids[by_length]), upload.put(splits))
+
+    def _tile_launch(self, upload: _Upload, problem: AttnProblem, ids: NDArray[np.int64], query: Ints, context: Ints) -> TileLaunch:
+        queries = query[ids]
+        max_q = self.chunk_tokens if self.batch_invariant else int(queries.max())
+        block_m = prefill_row(self._arch, problem, max_q).config["BLOCK_M"]
+        blocks = -(-queries // block_m)
+        num_tiles = int(blocks.sum())
+        tiles = np.empty((num_tiles, 2), np.int32)
+        tiles[:, 0] = ids.repeat(blocks)
+        tiles[:, 1] = (np.arange(num_tiles) - (blocks.cumsum() - blocks).repeat(blocks)) * block_m
+        by_keys = (tiles[:, 1] + context[tiles[:, 0]]).argsort(kind="stable")
+        return TileLaunch(max_q, num_tiles, upload.put(tiles[by_keys]).view(-1, 2))
+
+    def _extend_launch(self, upload: _Upload, ids: NDArray[np.int64], query: Ints, context: Ints, end: Ints) -> ExtendLaunch:
+        """Requests whose keys are cached up to ``end``; from the first on that a query sees."""
+        tiles = self._tile_launch(upload, self.paged, ids, query, context)
+        left = self.params.window_size[0]
+        starts = np.maximum(context - left, 0) // ROW_ALIGN * ROW_ALIGN if left >= 0 else np.zeros_like(context)
+        lengths = np.zeros_like(context)
+        lengths[ids] = (end - starts)[ids]
+        room = -(-lengths // ROW_ALIGN) * ROW_ALIGN
+        cu = np.zeros(len(room) + 1, np.int32)
+        if self.batch_invariant:
+            _pack_whole(room, -(-self.chunk_tokens // ROW_ALIGN) * ROW_ALIGN, cu)
+        else:
+            room.cumsum(out=cu[1:])
+        row = ContextRow(upload.put(starts), upload.put(lengths), upload.put(cu))
+        return ExtendLaunch(tiles.max_seqlen_q, tiles.num_tiles, tiles.tiles, row, int(cu[-1]))
+
+    def _extend_all(self, plan: Plan) -> ExtendLaunch | None:
+        """Extend and prefill requests together, for layers without new keys: the first one of a plan makes it, with an upload more."""
+        if self._all_of is not plan:
+            query, seq = plan.query_lens, plan.seq_lens
+            ids = ((query > 0) & (plan.kinds != Kind.DECODE)).nonzero()[0]
+            self._all_of, self._all = plan, None
+            if len(ids):
+                upload = self._begin_upload(plan.num_seqs, plan.num_tokens, False)
+                self._all = self._extend_launch(upload, ids, query, seq - query, seq)
+                upload.send()
+        return self._all
+
+    # -- run ------------------------------------------------------------------------------------------------------
+
+    def run(
+        self, plan: Plan, q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor | None, v_cache: Tensor | None, *,
+        out: Tensor | None = None, return_lse: bool = False, sinks: Tensor | None = None, q_descale: float | Tensor | None = None,
+        k_descale: float | Tensor | None = None, v_descale: float | Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+        """One layer of a planned batch.
+
+        Args:
+            q: [T, Hq, D], the query tokens of the requests in the order of the plan; ``T`` may exceed their number (padding).
+            k, v: [T, Hkv, D], [T, Hkv, Dv], the new tokens; both None for a layer that reads them from the cache.
+            k_cache, v_cache: by ``kv_layout``, holding the context, for decode requests (and where k is None) the new tokens
+                too. None will do where no request has context.
+            out: [T, Hq, Dv]. Rows past the last request stay as they are in a given ``out`` and are 0 in a new one.
+            sinks, q_descale, k_descale, v_descale: of this layer, in place of the router's.
+
+        Returns:
+            out, with ``return_lse`` the pair ``(out, lse)``, lse [Hq, T] fp32, natural log.
+
+        Raises:
+            ValueError, TypeError: with every reason, before any launch.
+
+        Without context-free or long requests, ``run`` can be captured in a graph, once it has run outside one.
+        """
+        from tritonattn.paths.decode import run_decode
+        from tritonattn.paths.extend import run_extend
+        from tritonattn.paths.prefill import run_prefill
+
+        decode_only = plan.extend is None and plan.prefill is None
+        cache, params = check_run(
+            self.paged, self.params, q, k, v, k_cache, v_cache, plan.block_table, kv_layout=self.kv_layout, device=self.device,
+            block_size=self.block_size, num_tokens=plan.num_tokens, reads=plan.max_seq_len if k is None else plan.max_cached_len,
+            fresh=not decode_only or self._latest.get(plan.num_seqs) == plan.version, out=out, sinks=sinks, q_descale=q_descale,
+            k_descale=k_descale, v_descale=v_descale,
+        )  # fmt: skip
+        out, lse = self._results(q, plan.num_tokens, out, return_lse)
+        cu_seqlens_q, table = plan.device_cu_seqlens_q, plan.block_table
+        extend = plan.extend if k is not None else self._extend_all(plan)
+        if extend is not None and cache is not None and table is not None:
+            run_extend(
+                self.paged, params, q, k, v, cache, out, lse, cu_seqlens_q=cu_seqlens_q, context_lens=plan.device_context_lens,
+                block_table=table, row=extend.row, row_length=extend.row_length, num_seqs=plan.num_seqs,
+                max_seqlen_q=extend.max_seqlen_q, chunk_tokens=self.chunk_tokens, scratch=self.scratch, tiles=extend.tiles,
+                num_tiles=extend.num_tiles,
+            )  # fmt: skip
+        prefill = plan.prefill
+        if prefill is not None and k is not None and v is not None:
+            run_prefill(
+                self.dense, params._replace(q_descale=None, k_descale=None, v_descale=None), q, k, v, out, lse,
+                cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q, num_seqs=plan.num_seqs, max_seqlen_q=prefill.max_seqlen_q,
+                tiles=prefill.tiles, num_tiles=prefill.num_tiles,
+            )  # fmt: skip
+        decode = plan.decode
+        if decode is not None and cache is not None and table is not None:
+            run_decode(
+                self.paged._replace(block_size=cache.block_size), params, q, cache, out, lse, cu_seqlens_q=cu_seqlens_q,
+                seq_lens=plan.device_seq_lens, block_table=table, num_seqs=decode.num_seqs, max_seqlen_q=decode.max_seqlen_q,
+                plan=decode.plan, scratch=self.scratch, seq_ids=decode.seq_ids, seq_splits=decode.seq_splits,
+            )  # fmt: skip
+        return (out, lse) if lse is not None else out
+
+    def _results(self, q: Tensor, num_tokens: int, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Room for the result; what belongs to no request is 0, its LSE -inf."""
+        tokens, heads, _ = q.shape
+        if out is None:
+            out = torch.empty(tokens, heads, self.paged.v_head_size, dtype=q.dtype, device=q.device)
+            out[num_tokens:].zero_()
+        lse = None
+        if return_lse:
+            lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+            lse[:, num_tokens:].fill_(float("-inf"))
+        return out, lse
+
+
+class _Upload:
+    """Arrays laid one behind the other, in host memory and at the same places of a device buffer."""
+
+    def __init__(self, device: Tensor) -> None:
+        self._device = device
+        self._host = torch.empty(len(device), dtype=torch.int32, pin_memory=device.is_cuda)
+        self._array = self._host.numpy()
+        self._used = 0
+
+    def put(self, array: NDArray[np.integer]) -> Tensor:
+        """The place of the array on the device, 16-byte aligned; its values are there after `send`."""
+        begin, end = self._used, self._used + array.size
+        self._array[begin:end] = array.reshape(-1)
+        self._used = (end + 3) // 4 * 4
+        return self._device[begin:end]
+
+    def send(self) -> None:
+        """One copy; the pinned memory is kept by its allocator until the copy is done."""
+        self._device[: self._used].copy_(self._host[: self._used], non_blocking=True)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _least_split(problem: AttnProblem, max_seqlen_q: int) -> int:
+    """Keys that a split must have so that merging it (a float32 row out and in again per query row) costs little beside reading them."""
+    merged = 2 * 4 * problem.v_head_size * problem.group * max_seqlen_q
+    read = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
+    return -(-REDUCTION_SHARE * merged // read)
+
+
+def _pack_whole(room: Ints, chunk: int, cu: Ints) -> None:
+    """Offsets such that a request that fits in a chunk is not cut, and a longer one is cut at multiples of the chunk of its own."""
+    at = 0
+    for i, size in enumerate(room.tolist()):
+        if at % chunk + size > chunk and at % chunk:
+            at += chunk - at % chunk
+        cu[i] = at
+        at += size
+    cu[-1] = at
