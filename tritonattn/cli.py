@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "info": ("tritonattn.info", "device, arch, versions and the tables found"),
+    "check": ("tritonattn.tuning.check", "compile every table row without a GPU and judge the code"),
 }
 
 

@@ -14,6 +14,15 @@ from tritonattn.tuning.arch import by_name
 HERE = Path(__file__).parent
 
 
+def report_of(*loops, **changes):
+    """A faultless report but for what the arguments say."""
+    sound = dict(
+        kernel="k", arch="gfx942", vector_registers=64, accumulator_registers=0, registers=64, scalar_registers=8, spills=0, scalar_spills=0,
+        scratch=0, lds=0, num_warps=4, occupancy=8, loops=loops, fp8_input=False,
+    )  # fmt: skip
+    return codegen.Report(**{**sound, **changes})
+
+
 @pytest.fixture(scope="module", params=["gfx942", "gfx950"])
 def compiled(request):
     """Reports of `small_kernels.py` by case, made in a process where Triton compiles."""
@@ -65,7 +74,7 @@ def test_narrow_loads_are_rejected(compiled):
 
 
 def test_no_matrix_instructions_is_a_reason():
-    report = codegen.Report("copy", "gfx942", 8, 0, 8, 8, 0, 0, 0, 4, 8, (), False)
+    report = report_of()
     assert codegen.judge(report, by_name("gfx942")) == ["no matrix instructions in a loop"]
     assert codegen.judge(report, by_name("gfx942"), needs_matrix=False) == []
 
@@ -133,7 +142,7 @@ def test_loops_of_a_text():
 
 def test_accumulator_moves_are_rejected():
     (loop,) = codegen.hot_loops(ASSEMBLY)
-    report = codegen.Report("k", "gfx942", 64, 4, 68, 8, 0, 0, 0, 4, 7, (loop,), False)
+    report = report_of(loop)
     assert codegen.judge(report, by_name("gfx942")) == ["loop 1 of 1: 1 of 8 instructions only move accumulators"]
 
 
@@ -146,3 +155,11 @@ def test_only_amd_arches_are_captured():
 def test_unknown_text_is_named():
     with pytest.raises(ValueError, match="a compiler this reader does not know"):
         codegen._figure("; nothing", r"; TotalNumVgprs: (\d+)")
+
+
+def test_scalar_spills_count_where_the_loop_pays():
+    (loop,) = codegen.hot_loops(ASSEMBLY.replace("v_accvgpr_read_b32 v1, a2", "v_add_u32_e32 v1, v2, v3"))
+    (paying,) = codegen.hot_loops(ASSEMBLY.replace("v_accvgpr_read_b32 v1, a2", "v_readlane_b32 s4, v40, 2"))
+    assert codegen.judge(report_of(loop, scalar_spills=2), by_name("gfx942")) == []
+    reasons = codegen.judge(report_of(paying, scalar_spills=2), by_name("gfx942"))
+    assert reasons == ["loop 1 of 1: 1 accesses to spilled scalar registers"]

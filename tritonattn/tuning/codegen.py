@@ -96,13 +96,14 @@ def _stand_in(arch: Arch):
 
 
 @contextmanager
-def capture(arch: str | Arch) -> Iterator[list[Launch]]:
+def capture(arch: str | Arch, dry: bool = False) -> Iterator[list[Launch]]:
     """Within the block, every kernel launch on CPU tensors is compiled for `arch` and listed instead of run.
 
         with capture("gfx942") as launches:
             tritonattn.decode_attention(...)
         print(read(launches[0]).loops)
 
+    dry: nothing is compiled either, and nothing listed; just the host side of the ops runs.
     Outputs of the ops stay unwritten. Not for use beside other threads that launch kernels: Triton has one active driver.
     ValueError for an arch Triton cannot compile without its GPU; RuntimeError under TRITON_INTERPRET=1, which compiles nothing.
     """
@@ -121,6 +122,8 @@ def capture(arch: str | Arch) -> Iterator[list[Launch]]:
     run = jit.JITFunction.run
 
     def compile_only(self, *args, grid, warmup=False, **kwargs):
+        if dry:
+            return None
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         touched.append(self)
         if not warmup:
@@ -173,6 +176,7 @@ class Loop:
     barriers: int
     waits: int
     accumulator_moves: int
+    lane_accesses: int  # v_readlane, v_writelane: also what a spilled scalar register costs
     scratch: int
     matrix_cycles: int  # that its matrix instructions hold the SIMD
     native_fp8: int
@@ -195,7 +199,8 @@ class Report:
     accumulator_registers: int
     registers: int  # both, as the hardware allocates them from one pool
     scalar_registers: int
-    spills: int  # vector and scalar registers
+    spills: int  # vector registers
+    scalar_spills: int  # scalar registers, kept in lanes of vector registers
     scratch: int  # bytes per lane
     lds: int  # bytes per program
     num_warps: int
@@ -221,7 +226,8 @@ def read(launch: Launch) -> Report:
         accumulator_registers=_figure(text, r"; NumAgprs: (\d+)"),
         registers=registers,
         scalar_registers=_figure(text, r"\.sgpr_count:\s+(\d+)"),
-        spills=_figure(text, r"\.vgpr_spill_count:\s+(\d+)") + _figure(text, r"\.sgpr_spill_count:\s+(\d+)"),
+        spills=_figure(text, r"\.vgpr_spill_count:\s+(\d+)"),
+        scalar_spills=_figure(text, r"\.sgpr_spill_count:\s+(\d+)"),
         scratch=_figure(text, r"; ScratchSize: (\d+)"),
         lds=lds,
         num_warps=launch.num_warps,
@@ -268,6 +274,7 @@ def _count(line: int, body: list[str]) -> Loop:
             n["vector"] += 1
             n["exponentials"] += op.startswith("v_exp")
             n["accumulator_moves"] += op.startswith("v_accvgpr")
+            n["lane_accesses"] += op.startswith(("v_readlane", "v_writelane"))
             n["byte_arithmetic"] += bool(_BYTE_ARITHMETIC.search(text))
         elif re.match(r"ds_b?permute|ds_swizzle", op):
             n["lane_moves"] += 1
@@ -295,6 +302,7 @@ def _count(line: int, body: list[str]) -> Loop:
         barriers=n["barriers"],
         waits=n["waits"],
         accumulator_moves=n["accumulator_moves"],
+        lane_accesses=n["lane_accesses"],
         scratch=n["scratch"],
         matrix_cycles=n["matrix_cycles"],
         native_fp8=n["native_fp8"],
@@ -324,6 +332,8 @@ BYTE_ARITHMETIC_SHARE = 0.25
 def judge(report: Report, arch: Arch, needs_matrix: bool = True) -> list[str]:
     """Why this code must not ship; empty when it may. Hard rules, none of which needs a GPU or a calibrated model.
 
+    A scalar register that is spilled to a lane of a vector register before the loop and read after it costs an instruction each and
+    no memory: it is refused only where the hot loop pays for it.
     needs_matrix: False for kernels that only move or merge.
     """
     reasons = []
@@ -339,6 +349,8 @@ def judge(report: Report, arch: Arch, needs_matrix: bool = True) -> list[str]:
         at = f"loop {i + 1} of {len(report.loops)}"
         if loop.scratch:
             reasons.append(f"{at}: {loop.scratch} scratch accesses")
+        if report.scalar_spills and loop.lane_accesses:
+            reasons.append(f"{at}: {loop.lane_accesses} accesses to spilled scalar registers")
         for name, widths in (("loads", loop.global_loads), ("LDS reads", loop.lds_reads)):
             narrow = {width: n for width, n in widths.items() if width < 4}
             reasons += [f"{at}: {n} {name} of {width} byte{'s' if width > 1 else ''}" for width, n in narrow.items()]

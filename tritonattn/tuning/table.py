@@ -42,7 +42,9 @@ class Row:
 
     def __post_init__(self):
         object.__setattr__(self, "constexprs", MappingProxyType({k: v for k, v in self.config.items() if k.isupper()}))
-        object.__setattr__(self, "options", MappingProxyType({k: v for k, v in self.config.items() if k in _OPTIONS}))
+        options = {k: v for k, v in self.config.items() if k in _OPTIONS}
+        # Scores are scaled inside the one FMA that feeds exp2; Triton 3.10 fuses only when asked.
+        object.__setattr__(self, "options", MappingProxyType({"enable_fp_fusion": True, **options}))
 
     def matches(self, key: Mapping[str, Any]) -> bool:
         return all(_holds(condition, key, name, self.where) for name, condition in self.when.items())
@@ -71,10 +73,12 @@ def lookup(kernel: str, arch: Arch, **key) -> Row:
     wrong = [f"{name!r} is not a lookup key (known: {', '.join(known)})" for name in key if name not in known]
     if wrong:
         raise TypeError("; ".join(wrong))
-    if kernel in _pinned.get(arch, {}):
-        return _pinned[arch][kernel]
     key["compute_units"] = arch.compute_units
-    return next(row for row in rows(kernel, arch) if row.matches(key))
+    pinned = _pinned.get(arch, {}).get(kernel)
+    row = pinned or next(row for row in rows(kernel, arch) if row.matches(key))
+    if arch in _watched:
+        _watched[arch].append((kernel, row))
+    return row
 
 
 _pinned: WeakKeyDictionary[Arch, Mapping[str, Row]] = WeakKeyDictionary()
@@ -89,6 +93,16 @@ def pin(arch: Arch, **configs: Mapping[str, Any]) -> Arch:
     provenance = {"kind": "default", "note": "a candidate"}
     _pinned[copy] = {kernel: Row({}, config, provenance, f"candidate for {arch.name}/{kernel}") for kernel, config in configs.items()}
     return copy
+
+
+_watched: WeakKeyDictionary[Arch, list[tuple[str, Row]]] = WeakKeyDictionary()
+
+
+def watch(arch: Arch) -> tuple[Arch, list[tuple[str, Row]]]:
+    """A copy of `arch`, and the list of (kernel, row) that will be looked up for it."""
+    copy = replace(arch)
+    _pinned[copy] = _pinned.get(arch, {})
+    return copy, _watched.setdefault(copy, [])
 
 
 def rows(kernel: str, arch: Arch) -> tuple[Row, ...]:

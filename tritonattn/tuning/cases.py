@@ -1,0 +1,208 @@
+"""Representative calls of the public ops: what `check` compiles, `tune` times and `warmup` compiles ahead.
+
+A case is one call. Its tensors are made when it runs, on any device; on a machine without the GPU nothing reads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+import tritonattn
+from tritonattn.layouts import allocate
+
+from .arch import Arch
+from .models import MODELS, Model, model
+
+# Kernels by the table that tunes them: the names of their entry functions.
+ENTRY_POINTS = {
+    "prefill": ("attend",),
+    "decode": ("decode", "decode_wave"),
+    "mla_decode": ("mla_decode", "mla_decode_wave"),
+    "combine": ("combine",),
+    "cache_write": ("write", "write_latent"),
+    "gather": ("gather",),
+    "merge": ("merge",),
+}
+_DISTINCT = ("llama-3-8b", "qwen3-235b", "gpt-oss-120b", "gemma-2-9b", "phi-3-mini", "phi-2")  # in head size, group and features
+EXPECT_MATRIX = ("prefill", "decode", "mla_decode")
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call, by the facts that a table row may ask for. `kernel` is the table that it is meant to exercise."""
+
+    kernel: str
+    shape: Model
+    dtype: str = "bf16"
+    kv_dtype: str = ""  # "": dtype; "fp8": the flavour of the arch
+    layout: str = "dense"  # "dense", or a cache layout by its public name
+    block_size: int = 16
+    batch: int = 4
+    query_len: int = 1
+    kv_len: int = 4096
+    num_splits: int = 0
+    local: bool = False  # with the model's sliding window
+
+    def __str__(self) -> str:
+        s = self.shape
+        heads = f"{s.num_heads}/{s.num_kv_heads}" if not s.is_mla or self.layout == "dense" else f"{s.num_heads}"
+        size = f"{s.head_size}" if s.v_head_size in (0, s.head_size) else f"{s.head_size}/{s.v_head_size}"
+        parts = [f"{heads}x{size}", self.dtype if not self.kv_dtype else f"{self.dtype}, cache {self.kv_dtype}"]
+        parts += [self.layout + (f" {self.block_size}" if self.layout != "dense" else "")]
+        parts += [f"batch {self.batch}, {self.query_len} on {self.kv_len}"]
+        parts += ["window"] * self.local + ["softcap"] * (s.softcap > 0) + ["sinks"] * s.sinks
+        return ", ".join(parts)
+
+
+def cases(kernel: str) -> Iterator[Case]:
+    """The calls that stand for a kernel's table."""
+    if kernel == "prefill":
+        for name in (*_DISTINCT, "deepseek-r1"):
+            yield Case(kernel, MODELS[name], query_len=1024, kv_len=1024)
+        yield Case(kernel, MODELS["gpt-oss-120b"], query_len=1024, kv_len=1024, local=True)
+        yield Case(kernel, MODELS["llama-3-8b"], dtype="fp16", query_len=1024, kv_len=1024)
+        yield Case(kernel, MODELS["llama-3-8b"], dtype="fp32", query_len=256, kv_len=256)
+        yield Case(kernel, MODELS["llama-3-8b"], layout="preshuffled", query_len=512, kv_len=4096)
+        yield Case(kernel, MODELS["gemma-2-9b"], layout="nhd", query_len=512, kv_len=4096, local=True)
+    elif kernel == "decode":
+        for name in _DISTINCT:
+            for layout in ("nhd", "preshuffled"):
+                for kv_dtype in ("", "fp8"):
+                    yield Case(kernel, MODELS[name], kv_dtype=kv_dtype, layout=layout, local=MODELS[name].window > 0)
+        for name in ("llama-3-8b", "qwen3-235b"):
+            for layout in ("nhd", "preshuffled"):
+                yield Case(kernel, MODELS[name], layout=layout, query_len=4)
+                yield Case(kernel, MODELS[name], layout=layout, batch=256, kv_len=1024)
+        yield Case(kernel, MODELS["llama-3-8b"], layout="hnd", block_size=64, batch=1, kv_len=131072)
+        yield Case(kernel, MODELS["llama-3-8b"], dtype="fp32", layout="nhd")
+    elif kernel == "mla_decode":
+        for heads_here in (16, 32, 64, 128):
+            shape = replace(MODELS["deepseek-r1"], num_heads=heads_here, num_kv_heads=heads_here)
+            yield Case(kernel, shape, layout="latent", block_size=64)
+        yield Case(kernel, replace(MODELS["deepseek-r1"], num_heads=16, num_kv_heads=16), layout="latent", kv_dtype="fp8", block_size=64)
+    elif kernel in ("cache_write", "gather"):
+        for layout in ("nhd", "preshuffled"):
+            for kv_dtype in ("", "fp8"):
+                yield Case(kernel, MODELS["llama-3-8b"], kv_dtype=kv_dtype, layout=layout, query_len=64)
+    elif kernel == "combine":
+        yield Case(kernel, MODELS["llama-3-8b"], layout="nhd", num_splits=8)
+    elif kernel == "merge":
+        yield Case(kernel, MODELS["llama-3-8b"], query_len=64)
+
+
+def meeting(case: Case, when: Mapping[str, Any], arch: Arch) -> Case:
+    """`case` changed so that it meets the conditions of a table row: how a row that no standing case reaches is reached."""
+
+    def pick(name: str, now):
+        condition = when.get(name, now)
+        if isinstance(condition, list):
+            return condition[0]
+        if isinstance(condition, dict):
+            return min(max(now, condition.get("min", now)), condition.get("max", now))
+        return condition
+
+    shape = case.shape
+    head_size = int(pick("head_size", shape.head_size))
+    v_head_size = int(pick("v_head_size", shape.v_head_size or head_size))
+    group = int(pick("group", shape.num_heads // shape.num_kv_heads))
+    num_heads = int(pick("num_heads", shape.num_heads))
+    shape = replace(shape, head_size=head_size, v_head_size=v_head_size, num_heads=num_heads, num_kv_heads=max(1, num_heads // group))
+    layouts = {"plain": "nhd", "dense": "dense", "preshuffled": "preshuffled", "latent": "latent"}
+    names = {"nhd": "plain", "hnd": "plain"}
+    units = shape.num_kv_heads * case.batch / arch.compute_units
+    return replace(
+        case,
+        shape=shape,
+        dtype=pick("dtype", case.dtype),
+        kv_dtype=pick("kv_dtype", case.kv_dtype or case.dtype),
+        layout=layouts[pick("kv_layout", names.get(case.layout, case.layout))] if "kv_layout" in when else case.layout,
+        block_size=int(pick("block_size", case.block_size)),
+        batch=max(1, -int(-pick("units_per_cu", units) * arch.compute_units // shape.num_kv_heads)),
+        query_len=max(1, int(pick("max_seqlen_q", -(-pick("rows", case.query_len * group) // group)))),
+        kv_len=int(pick("max_seqlen_k", case.kv_len)),
+        local=case.local or pick("features", "none") == "masked",
+    )
+
+
+def run(case: Case, arch: Arch, device: str | torch.device = "cpu") -> None:
+    """Call the op once, on tensors of the case's shapes whose contents are whatever memory holds; lengths are all full."""
+    prepare(case, arch, device)()
+
+
+def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu") -> Callable[[], Any]:
+    """The call, with its tensors made: run it as often as wanted."""
+    s = case.shape
+    dtype = _DTYPES[case.dtype]
+    v_size = s.v_head_size or s.head_size
+    kv_dtype = getattr(torch, arch.fp8_types[0]) if case.kv_dtype == "fp8" else dtype
+    tokens = case.batch * case.query_len
+
+    def new(*size, dtype=dtype):
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def ints(values):
+        return torch.as_tensor(values, dtype=torch.int32).to(device)
+
+    window = ((s.window or 1024) - 1, 0) if case.local else (-1, -1)
+    common: dict[str, Any] = {
+        "softcap": s.softcap,
+        "sinks": new(s.num_heads, dtype=torch.float32) if s.sinks else None,
+        "window_size": window,
+    }
+    cu_q = ints([i * case.query_len for i in range(case.batch + 1)])
+    q = new(tokens, s.num_heads, s.head_size)
+    if case.kernel == "merge":
+        lse = new(s.num_heads, tokens, dtype=torch.float32)
+        out = new(tokens, s.num_heads, v_size)
+        return lambda: tritonattn.merge_attn_states(out, lse, out, lse)
+    if case.layout == "dense":
+        k, v = new(tokens, s.num_kv_heads, s.head_size), new(tokens, s.num_kv_heads, v_size)
+        bounds = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_q, "max_seqlen_q": case.query_len, "max_seqlen_k": case.query_len}
+        return lambda: tritonattn.flash_attn_varlen_func(q, k, v, causal=True, **bounds, **common)
+    if case.layout == "latent":
+        return _prepare_mla(case, arch, new, ints, kv_dtype)
+
+    # On a stand-in every sequence may use the same pages; the table has its real width.
+    pages = -(-case.kv_len // case.block_size)
+    blocks = case.batch * pages if torch.device(device).type != "cpu" else 4
+    k_cache, v_cache = allocate(
+        case.layout, blocks, case.block_size, s.num_kv_heads, s.head_size, v_head_size=v_size, dtype=kv_dtype, device=device
+    )
+    table = (torch.arange(case.batch * pages, dtype=torch.int32) % blocks).view(case.batch, pages).to(device)
+    layout = {"kv_layout": case.layout}
+    descale = {"k_descale": 0.5, "v_descale": 0.5} if case.kv_dtype == "fp8" else {}
+    lengths = ints([case.kv_len] * case.batch)
+    if case.kernel == "cache_write":
+        k, v = new(tokens, s.num_kv_heads, s.head_size), new(tokens, s.num_kv_heads, v_size)
+        slots = ints(range(tokens)).to(torch.int64) % (blocks * case.block_size)
+        return lambda: tritonattn.reshape_and_cache(k, v, k_cache, v_cache, slots, **layout, **descale)
+    if case.kernel == "gather":
+        out = (new(case.batch * 64, s.num_kv_heads, s.head_size), new(case.batch * 64, s.num_kv_heads, v_size))
+        bounds = {"starts": ints([0] * case.batch), "lengths": ints([64] * case.batch)}
+        return lambda: tritonattn.gather_cache(k_cache, v_cache, table, **bounds, out=out, **layout, **descale)
+    if case.kernel == "prefill":
+        k, v = new(tokens, s.num_kv_heads, s.head_size), new(tokens, s.num_kv_heads, v_size)
+        bounds = {"cu_seqlens_q": cu_q, "block_table": table, "max_seqlen_q": case.query_len}
+        context = {"context_lens": lengths - case.query_len, "max_context_len": case.kv_len - case.query_len}
+        return lambda: tritonattn.extend_attention(q, k, v, k_cache, v_cache, **bounds, **context, **layout, **descale, **common)
+    bounds = {"seqused_k": lengths, "block_table": table, "max_seqlen_k": case.kv_len, "max_seqlen_q": case.query_len}
+    splits = {"num_splits": case.num_splits}
+    return lambda: tritonattn.decode_attention(q, k_cache, v_cache, **bounds, **splits, **layout, **descale, **common)
+
+
+def _prepare_mla(case: Case, arch: Arch, new, ints, kv_dtype) -> Callable[[], Any]:
+    s = model("deepseek-r1") if not case.shape.latent else case.shape
+    pages = -(-case.kv_len // case.block_size)
+    q = new(case.batch * case.query_len, s.num_heads, s.latent + s.rope)
+    on_host = q.device.type == "cpu"
+    blocks = 4 if on_host else case.batch * pages
+    cache = new(blocks, case.block_size, s.latent + s.rope, dtype=kv_dtype)
+    table = (torch.arange(case.batch * pages, dtype=torch.int32) % blocks).view(case.batch, pages).to(q.device)
+    bounds = {"seqused_k": ints([case.kv_len] * case.batch), "block_table": table, "max_seqlen_k": case.kv_len}
+    scale = {"softmax_scale": s.head_size**-0.5, "kv_lora_rank": s.latent, "kv_descale": 0.5 if case.kv_dtype == "fp8" else None}
+    return lambda: tritonattn.mla_decode(q, cache, max_seqlen_q=case.query_len, num_splits=case.num_splits, **bounds, **scale)

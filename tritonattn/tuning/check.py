@@ -1,0 +1,189 @@
+"""`tritonattn check`: compile what every table row leads to, without a GPU, and judge the code.
+
+Each kernel's representative calls go through the public ops on CPU tensors; what they launch is compiled for the arch and read. A
+row that no standing call reaches gets one made to its conditions. Exit code 1 when any row's code is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from . import cases, codegen, schema, table
+from .arch import Arch, by_name
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one row leads to in one call."""
+
+    kernel: str
+    row: str  # where the row stands
+    case: cases.Case
+    launch: codegen.Launch
+    report: codegen.Report
+    reasons: list[str]  # why it must not ship
+
+    @property
+    def work(self) -> tuple[float, str] | None:
+        """Wave-instructions of the main loop per unit of work, and the unit."""
+        loop, tile = self.report.main, self.launch.constexprs
+        if loop is None or not loop.matrix:
+            return None
+        instructions = loop.instructions * self.report.num_warps
+        if self.kernel == "prefill":
+            return instructions / (tile["BLOCK_M"] * tile["BLOCK_N"]), "row and key"
+        keys = tile["BLOCK_N"] * (self.report.num_warps if "wave" in self.report.kernel else 1)
+        if self.kernel == "mla_decode":
+            return instructions / (tile.get("BLOCK_H", 16) * keys), "head and key"
+        return instructions / keys, "key of a KV head"
+
+    def facts(self) -> dict[str, Any]:
+        """All of it as plain data."""
+        loops = [{name: value for name, value in vars(loop).items() if name != "body"} for loop in self.report.loops]
+        report = {name: value for name, value in vars(self.report).items() if name not in ("loops", "kernel")}
+        work = self.work
+        return {
+            "kernel": self.kernel,
+            "entry": self.report.kernel,
+            "row": self.row,
+            "case": str(self.case),
+            "reasons": self.reasons,
+            "work": work and {"wave_instructions": round(work[0], 4), "per": work[1]},
+            **report,
+            "main": self.report.loops.index(self.report.main) if self.report.main else None,
+            "loops": loops,
+        }
+
+
+def verdicts(arch: Arch, kernel: str) -> Iterator[Verdict]:
+    """Every row of a kernel's table through at least one call. A row that cannot be reached raises table.TableError."""
+    reached = set()
+    for case in cases.cases(kernel):
+        for verdict in judge_case(arch, case):
+            reached.add(verdict.row)
+            yield verdict
+    for row in table.rows(kernel, arch):
+        if row.where in reached:
+            continue
+        made = [
+            verdict for case in cases.cases(kernel) for verdict in judge_case(arch, cases.meeting(case, row.when, arch), only=row.where)
+        ]
+        if not made:
+            raise table.TableError(f"{row.where}: no call reaches it; rows before it take all that it describes")
+        reached.add(row.where)
+        yield made[0]
+
+
+def judge_case(arch: Arch, case: cases.Case, only: str | None = None) -> list[Verdict]:
+    """Run one case on a stand-in for the arch. only: nothing is compiled unless the case leads to that row."""
+    watched, found = table.watch(arch)
+    with codegen.capture(watched, dry=only is not None) as launches:
+        cases.run(case, watched)
+    row = next((row for kernel, row in found if kernel == case.kernel), None)
+    if row is None or only not in (None, row.where):
+        return []
+    if only:
+        return judge_case(arch, case)
+    names = cases.ENTRY_POINTS[case.kernel]
+    seen: dict[str, Verdict] = {}
+    for launch in launches:
+        if launch.kernel in names and launch.key not in seen:
+            report = codegen.read(launch)
+            reasons = codegen.judge(report, arch, needs_matrix=case.kernel in cases.EXPECT_MATRIX)
+            seen[launch.key] = Verdict(case.kernel, row.where, case, launch, report, reasons)
+    return list(seen.values())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kernels = schema.tables()["properties"]["kernel"]["enum"]
+    parser.add_argument("--arch", default="gfx942,gfx950", help="comma-separated arches or SKUs (default: %(default)s)")
+    parser.add_argument("--kernel", default=",".join(kernels), help="comma-separated kernels (default: all)")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    arches = [by_name(name.strip()) for name in args.arch.split(",")]
+    known = schema.tables()["properties"]["kernel"]["enum"]
+    kernels = [name.strip() for name in args.kernel.split(",")]
+    unknown = [name for name in kernels if name not in known]
+    if unknown:
+        raise ValueError(f"--kernel must be among {', '.join(known)}; got {', '.join(unknown)}")
+    results: dict[str, list[Verdict]] = {}
+    for arch in arches:
+        results[arch.sku] = []
+        for kernel in kernels:
+            for verdict in verdicts(arch, kernel):
+                results[arch.sku].append(verdict)
+                print(f"{arch.name} {verdict.kernel}: {verdict.case}", file=sys.stderr, flush=True)
+    if args.json:
+        print(json.dumps({"triton": _triton_version(), "results": {sku: [v.facts() for v in found] for sku, found in results.items()}}))
+    else:
+        _print(results)
+    return int(any(verdict.reasons for found in results.values() for verdict in found))
+
+
+def _triton_version() -> str:
+    import triton
+
+    return triton.__version__
+
+
+_WHOLE = ("row", "call", "loop", "regs", "spill", "LDS", "occ")  # of the kernel; the rest is by loop
+_COLUMNS = (*_WHOLE, "instr", "matrix", "vector", "LDS r/w", "loads", "barrier", "wait", "acc", "per unit")
+
+
+def _print(results: dict[str, list[Verdict]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    for sku, found in results.items():
+        grid = Table(
+            title=f"{sku} ({found[0].report.arch}), Triton {_triton_version()}: compiled and counted, nothing timed", title_justify="left"
+        )
+        for name in _COLUMNS:
+            grid.add_column(name, justify="left" if name in ("row", "call", "loop") else "right", overflow="fold")
+        for verdict in found:
+            for cells in _rows(verdict):
+                grid.add_row(*cells, style=None if not verdict.reasons else "red")
+            for reason in verdict.reasons:
+                grid.add_row("", f"[red]refused: {reason}[/red]", *[""] * (len(_COLUMNS) - 2))
+        console.print(grid)
+        bad = sum(bool(verdict.reasons) for verdict in found)
+        console.print(f"{len(found) - bad} of {len(found)} accepted" + (f", [red]{bad} refused[/red]" if bad else ""))
+
+
+def _rows(verdict: Verdict) -> Iterator[tuple[str, ...]]:
+    """The table cells of one verdict: a line for each loop, the main one first."""
+    report, work = verdict.report, verdict.work
+    registers = f"{report.vector_registers}+{report.accumulator_registers}"
+    spills = f"{report.spills}+{report.scalar_spills}/{report.scratch}"
+    whole = (registers, spills, f"{report.lds / 1024:.0f}K" if report.lds else "0", f"{report.occupancy:g}")
+    if not report.loops:
+        yield (verdict.row, str(verdict.case), "", *whole, *[""] * (len(_COLUMNS) - len(_WHOLE)))
+    for i, loop in enumerate(sorted(report.loops, key=lambda loop: loop is not report.main)):
+        first = (verdict.row, str(verdict.case)) if i == 0 else ("", "")
+        yield (
+            *first,
+            "main" if loop is report.main else "other",
+            *(whole if i == 0 else ("",) * 4),
+            str(loop.instructions),
+            str(loop.matrix),
+            str(loop.vector),
+            f"{_widths(loop.lds_reads)}/{_widths(loop.lds_writes)}",
+            _widths(loop.global_loads) + (f" to LDS {_widths(loop.lds_copies)}" if loop.lds_copies else ""),
+            str(loop.barriers),
+            str(loop.waits),
+            str(loop.accumulator_moves),
+            f"{work[0]:.3g} per {work[1]}" if work and loop is report.main else "",
+        )
+
+
+def _widths(counts) -> str:
+    """{16: 8, 4: 2} as "8x16 2x4": count x bytes per lane."""
+    return " ".join(f"{n}x{width}" for width, n in sorted(counts.items(), reverse=True)) or "0"

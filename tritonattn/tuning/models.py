@@ -1,0 +1,44 @@
+"""Attention shapes of models in the field, as one GPU sees them before tensor parallelism. Source: each model's config.json."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Model:
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    v_head_size: int = 0  # 0: head_size
+    window: int = 0  # sliding window of its local layers, in tokens; 0: none
+    softcap: float = 0.0
+    sinks: bool = False
+    latent: int = 0  # MLA: width of the latent, whose rope part makes up the rest of a cached row
+    rope: int = 0
+
+    @property
+    def is_mla(self) -> bool:
+        return self.latent > 0
+
+
+MODELS = {
+    "llama-3-8b": Model(32, 8, 128),
+    "llama-3-70b": Model(64, 8, 128),
+    "qwen3-30b": Model(32, 4, 128),
+    "qwen3-235b": Model(64, 4, 128),
+    "gpt-oss-120b": Model(64, 8, 64, window=128, sinks=True),
+    "gemma-2-9b": Model(16, 8, 256, window=4096, softcap=50.0),
+    "gemma-3-27b": Model(32, 16, 128, window=1024),
+    "phi-3-mini": Model(32, 32, 96, window=2047),
+    "phi-2": Model(32, 32, 80),
+    "deepseek-r1": Model(128, 128, 192, 128, latent=512, rope=64),
+    "kimi-k2": Model(64, 64, 192, 128, latent=512, rope=64),
+}
+
+
+def model(name: str) -> Model:
+    """ValueError that lists the known names."""
+    if name not in MODELS:
+        raise ValueError(f"model must be one of {', '.join(MODELS)}; got {name!r}")
+    return MODELS[name]
