@@ -1,0 +1,56 @@
+"""Kernels through Triton's own launch path, executed as gfx942 and gfx950 machine code."""
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from tritonattn.simulator import SimulatorError, active, simulated
+
+from . import kernels
+
+
+@pytest.fixture(params=["gfx942", "gfx950"])
+def arch(request):
+    with simulated(request.param):
+        yield request.param
+
+
+def test_the_device_is_active_inside_the_block_only():
+    with simulated("gfx950"):
+        assert active() == "gfx950"
+    assert active() is None
+
+
+def test_add(arch):
+    x, y = torch.randn(2, 1000)
+    out = torch.full((1000,), math.nan)
+    kernels.add[(4,)](x, y, out, 1000, BLOCK=256)
+    torch.testing.assert_close(out, x + y, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(64, 64, 64), (50, 70, 90)])
+def test_matmul(arch, dtype, shape):
+    m, n, k = shape
+    a, b, out = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype), torch.full((m, n), math.nan)
+    kernels.matmul[(2, 3)](a, b, out, m, n, k, BM=32, BN=32, BK=32)
+    torch.testing.assert_close(out.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("seq_q, seq_k", [(64, 64), (37, 101)])
+def test_attention(arch, seq_q, seq_k):
+    d = 64
+    q, k, v = (torch.randn(n, d, dtype=torch.bfloat16) for n in (seq_q, seq_k, seq_k))
+    out, lse = torch.full((seq_q, d), math.nan, dtype=torch.bfloat16), torch.full((seq_q,), math.nan)
+    kernels.attend[(2,)](q, k, v, out, lse, d ** -0.5 * math.log2(math.e), seq_q, seq_k, BM=32, BN=32, D=d, num_warps=4)
+    s = (q.double() @ k.double().T) * d ** -0.5
+    s = s.masked_fill(torch.arange(seq_k)[None] > torch.arange(seq_q)[:, None] + seq_k - seq_q, -math.inf)
+    torch.testing.assert_close(lse.double(), s.logsumexp(1), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(out.double(), s.softmax(1) @ v.double(), rtol=2e-2, atol=1e-2)
+
+
+def test_a_byte_too_far_is_a_fault(arch):
+    x, y, out = torch.randn(1000), torch.randn(999), torch.empty(1000)
+    with pytest.raises(SimulatorError, match="memory at .*past the end of a tensor of 3996 bytes"):
+        kernels.add[(4,)](x, y, out, 1000, BLOCK=256)
