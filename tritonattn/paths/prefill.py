@@ -144,11 +144,11 @@ def attend(
 
     k_begin = tl.load(cu_seqlens_k + seq, mask=live, other=0)
     if PASS == 1:
-        context_len = tl.load(context_lens + seq)
-        key_start = tl.load(key_starts + seq)
+        context_len = tl.load(context_lens + seq, mask=live, other=0)
+        key_start = tl.load(key_starts + seq, mask=live, other=0)
         k_end = k_begin + context_len - key_start
         if KV_SHARED:
-            k_end += q_len
+            k_end += tl.where(live, q_len, 0)
         part_begin = tl.maximum(k_begin, chunk_begin)
         part_end = tl.minimum(k_end, chunk_end)
         if part_begin >= part_end:
@@ -158,8 +158,8 @@ def attend(
         diag = context_len - key_start - (part_begin - k_begin)
         k_row = part_begin - chunk_begin
     elif PASS == 2:
-        first = tl.load(key_starts + seq) >= tl.load(context_lens + seq)
-        k_len = q_len
+        first = tl.load(key_starts + seq, mask=live, other=0) >= tl.load(context_lens + seq, mask=live, other=0)
+        k_len = tl.where(live, q_len, 0)
         diag = 0
         k_row = q_start
     else:
