@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "info": ("tritonattn.info", "device, arch, versions and the tables found"),
     "check": ("tritonattn.tuning.check", "compile every table row without a GPU and judge the code"),
+    "bench": ("tritonattn.bench", "time the kernels side by side with others, each with its error"),
 }
 
 

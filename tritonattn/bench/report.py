@@ -1,0 +1,124 @@
+"""What came out: a table, JSON, a comparison with an earlier run, a picture."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+OURS = "tritonattn"
+
+
+def bound(result: dict[str, Any], ceilings: dict[str, float]) -> str:
+    """Which ceiling holds the row: "flops" or "bytes"."""
+    if not ceilings:
+        return "flops" if result["flops"] > 200 * result["bytes"] else "bytes"
+    return "flops" if result["flops"] / ceilings["matmul_flops"] > result["bytes"] / ceilings["copy_bytes"] else "bytes"
+
+
+def rate(result: dict[str, Any], us: float, ceilings: dict[str, float]) -> str:
+    """ "512 TFLOP/s 65 %" of the matmul rate, or "4.10 TB/s 95 %" of the copy rate: of what holds the row."""
+    if bound(result, ceilings) == "flops":
+        speed, of, text = result["flops"] / us * 1e6, "matmul_flops", "{:.0f} TFLOP/s"
+    else:
+        speed, of, text = result["bytes"] / us * 1e6, "copy_bytes", "{:.2f} TB/s"
+    share = f" {speed / ceilings[of]:4.0%}" if ceilings else ""
+    return text.format(speed / 1e12) + share
+
+
+def table(results: list[dict[str, Any]], ceilings: dict[str, float], base: dict[str, Any] | None = None) -> Table:
+    """One line per call; `x` is the time of the call over that of the row's first one: above 1, the first is faster."""
+    old = {(r["suite"], r["name"]): r["calls"] for r in base["results"]} if base else {}
+    shown = Table(box=None, pad_edge=False)
+    for name, style in (("row", "bold"), ("call", ""), ("kernel us", ""), ("±", "dim"), ("rate", ""), ("eager us", ""), ("host us", ""),
+                        ("x", "bold"), ("error", "")):  # fmt: skip
+        shown.add_column(name, style=style, justify="left" if name in ("row", "call") else "right", no_wrap=True)
+    if base:
+        shown.add_column("base us", justify="right")
+        shown.add_column("base / now", justify="right", style="bold")
+    for result in results:
+        title = f"{result['suite']} {result['name']}"
+        for i, (name, call) in enumerate(result["calls"].items()):
+            cells = [title if i == 0 else "", name, *_cells(result, call, ceilings)]
+            if base:
+                before = old.get((result["suite"], result["name"]), {}).get(name, {}).get("us")
+                now = call.get("us")
+                cells += [f"{before:.1f}", f"{before / now:.3f}"] if before and now else ["", ""]
+            shown.add_row(*cells)
+    return shown
+
+
+def _cells(result: dict[str, Any], call: dict[str, Any], ceilings: dict[str, float]) -> list[str]:
+    if "refused" in call:
+        return ["-", "", call["refused"][:60], "", "", "", ""]
+    first = next((c["us"] for c in result["calls"].values() if "us" in c), call["us"])
+    us, error = call["us"], "NaN" if math.isnan(call["error"]) else f"{call['error']:.1e}"
+    return [
+        f"{us:.1f}", f"{(call['high'] - call['low']) / us:.0%}", rate(result, us, ceilings), f"{call['eager_us']:.0f}",
+        f"{call['host_us']:.0f}", f"{us / first:.2f}", f"[red]{error}" if call["wrong"] else error,
+    ]  # fmt: skip
+
+
+def wrong(results: list[dict[str, Any]]) -> list[str]:
+    """Our calls whose error is beyond rounding."""
+    return [
+        f"{result['suite']} {result['name']}: {name}"
+        for result in results for name, call in result["calls"].items() if name.startswith(OURS) and call.get("wrong")
+    ]  # fmt: skip
+
+
+def ratios(results: list[dict[str, Any]]) -> list[str]:
+    """Per suite and peer, the geometric mean and the least of peer time over our first call's time."""
+    seen: dict[tuple[str, str], list[float]] = {}
+    for result in results:
+        calls = result["calls"]
+        first = next(iter(calls.values()))
+        for name, call in calls.items():
+            if not name.startswith(OURS) and "us" in call and "us" in first:
+                seen.setdefault((result["suite"], name), []).append(call["us"] / first["us"])
+    return [
+        f"{suite}: {name} takes {statistics.geometric_mean(values):.2f}x our time over {len(values)} rows, at least {min(values):.2f}x"
+        for (suite, name), values in seen.items()
+    ]
+
+
+def show(document: dict[str, Any], base: dict[str, Any] | None = None) -> None:
+    console = Console(width=None if Console().is_terminal else 150)
+    machine, ceilings = document["machine"], document["ceilings"]
+    console.print(" · ".join(f"{name} {value}" for name, value in machine.items()), highlight=False)
+    if ceilings:
+        copy, matmul = ceilings["copy_bytes"] / 1e12, ceilings["matmul_flops"] / 1e12
+        console.print(f"copy {copy:.2f} TB/s, read and written · matmul {matmul:.0f} TFLOP/s")
+    if document["meaningless"]:
+        console.print("[yellow]interpreter or tiny sizes: the times mean nothing")
+    console.print(table(document["results"], ceilings, base))
+    for line in ratios(document["results"]):
+        console.print(line, highlight=False)
+
+
+def load(path: str) -> dict[str, Any]:
+    """A file that `--json` wrote. ValueError if it is none."""
+    try:
+        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        document["results"], document["ceilings"], document["machine"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} must be a file written by bench --json: {error}") from None
+    return document
+
+
+def save(document: dict[str, Any], path: str) -> None:
+    """NaN is written as null, so that every JSON reader takes the file."""
+
+    def plain(value):
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [plain(item) for item in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    Path(path).write_text(json.dumps(plain(document), indent=1), encoding="utf-8")

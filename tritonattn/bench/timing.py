@@ -1,0 +1,157 @@
+"""Time on a GPU, and the ceilings of the one at hand.
+
+Work under `GRAPH_LIMIT` microseconds is captured several times into one graph and the graph replayed, so that launching costs nothing;
+longer work is timed call by call between events, after writes that empty the last-level cache and let the host run ahead.
+Contenders take turns, so that a clock that drifts moves all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+GRAPH_LIMIT = 200.0  # microseconds
+ROUNDS = 3
+ROUND_SECONDS = 0.06  # of each contender
+FLUSH_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds. `us` is the median of kernel time, `low` and `high` its 20th and 80th percentile."""
+
+    us: float
+    low: float
+    high: float
+    eager_us: float  # one of many eager calls in a row, whichever of host and device is slower
+    host_us: float  # until such a call has returned
+    how: str  # "graph", "events", or "interpreter": wall time without a meaning
+
+    @property
+    def spread(self) -> float:
+        """(high - low) / us."""
+        return (self.high - self.low) / self.us if self.us else 0.0
+
+
+def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Times of the calls, and for those that raised the reason why there is none."""
+    refused: dict[str, str] = {}
+    clocks: dict[str, _Clock] = {}
+    for name, call in calls.items():
+        try:
+            clocks[name] = _Clock(call) if device.type == "cuda" else _WallClock(call)
+        except Exception as error:  # a peer may raise anything, and the row goes on without it
+            refused[name] = reason(error)
+    for _ in range(ROUNDS if device.type == "cuda" else 1):
+        for clock in clocks.values():
+            clock.sample()
+    return {name: clock.result() for name, clock in clocks.items()}, refused
+
+
+def reason(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
+
+
+class _WallClock:
+    def __init__(self, call: Callable[[], object]):
+        self.call = call
+        self.samples: list[float] = []
+
+    def sample(self) -> None:
+        begin = time.perf_counter()
+        self.call()
+        self.samples.append((time.perf_counter() - begin) * 1e6)
+
+    def result(self) -> Timing:
+        us = statistics.median(self.samples)
+        return Timing(us, us, us, us, us, "interpreter")
+
+
+class _Clock(_WallClock):
+    def __init__(self, call: Callable[[], object]):
+        super().__init__(call)
+        call()  # compiles
+        torch.cuda.synchronize()
+        first = self._events(call, 1)
+        estimate = self._events(call, 5 if first < 20_000 else 1)
+        self.eager_us, self.host_us = self._eager(estimate)
+        self.graph = None
+        if self.eager_us < GRAPH_LIMIT:
+            self.per_graph = min(max(round(2000 / max(estimate, 10)), 1), 100)
+            self.graph = _capture(call, self.per_graph)
+        if self.graph is not None:
+            estimate = self._events(self.graph.replay, 1)
+        else:
+            self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
+            self.flushes = 1 + round(self.host_us / 50)  # one takes that long or longer
+        self.repeats = min(max(round(ROUND_SECONDS * 1e6 / estimate), 3), 200)
+
+    def sample(self) -> None:
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self.repeats)]
+        for begin, end in events:
+            if self.graph is None:
+                for _ in range(self.flushes):
+                    self.flush.zero_()
+            begin.record()
+            self.call() if self.graph is None else self.graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        calls = 1 if self.graph is None else self.per_graph
+        self.samples += [begin.elapsed_time(end) * 1e3 / calls for begin, end in events]
+
+    def result(self) -> Timing:
+        ordered = sorted(self.samples)
+        low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
+        how = "events" if self.graph is None else "graph"
+        return Timing(statistics.median(ordered), low, high, self.eager_us, self.host_us, how)
+
+    @staticmethod
+    def _events(call: Callable[[], object], count: int) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(count):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e3 / count
+
+    def _eager(self, estimate: float) -> tuple[float, float]:
+        count = min(max(round(10_000 / estimate), 3), 100)
+        begin = time.perf_counter()
+        for _ in range(count):
+            self.call()
+        queued = time.perf_counter()
+        torch.cuda.synchronize()
+        done = time.perf_counter()
+        return (done - begin) / count * 1e6, (queued - begin) / count * 1e6
+
+
+def _capture(call: Callable[[], object], count: int) -> torch.cuda.CUDAGraph | None:
+    """`count` calls as one graph, replayed once; None where the call cannot be captured."""
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            for _ in range(count):
+                call()
+    except RuntimeError:
+        return None
+    graph.replay()
+    torch.cuda.synchronize()
+    return graph
+
+
+def ceilings(device: torch.device) -> dict[str, float]:
+    """What the card reaches on the plainest work: "copy_bytes" a second, read and written, and "matmul_flops" in bfloat16."""
+    if device.type != "cuda":
+        return {}
+    source = torch.empty(1 << 30, dtype=torch.int32, device=device).random_()
+    target = torch.empty_like(source)
+    a = torch.randn(8192, 8192, device=device).bfloat16()
+    b, c = torch.randn_like(a), torch.empty_like(a)
+    times, _ = measure({"copy": lambda: target.copy_(source), "matmul": lambda: torch.mm(a, b, out=c)}, device)
+    return {"copy_bytes": 2 * source.nbytes / times["copy"].us * 1e6, "matmul_flops": 2 * 8192**3 / times["matmul"].us * 1e6}
