@@ -69,11 +69,12 @@ def load_k_shuffled(base, pages, tokens, stride_block, token_ok, X: tl.constexpr
     run = tl.arange(0, X)
     page = pages.to(tl.int64) * stride_block * VEC + tokens % BLOCK_SIZE * X
     pointers = base + ((COLUMN0 // X + groups) * (BLOCK_SIZE * X))[:, None, None] + page[None, :, None] + run[None, None, :]
-    if MASK or VALID < COLUMNS:
-        ok = (groups < VALID // X)[:, None, None] & (run >= 0)[None, None, :]
-        if MASK:
-            ok = ok & token_ok[None, :, None]
-        tile = tl.load(pointers, mask=ok, other=0.0)
+    if MASK and VALID < COLUMNS:
+        tile = tl.load(pointers, mask=(groups < VALID // X)[:, None, None] & token_ok[None, :, None], other=0.0)
+    elif MASK:
+        tile = tl.load(pointers, mask=token_ok[None, :, None], other=0.0)
+    elif VALID < COLUMNS:
+        tile = tl.load(pointers, mask=(groups < VALID // X)[:, None, None], other=0.0)
     else:
         tile = tl.load(pointers)
     return tl.reshape(tl.permute(tile, (1, 0, 2)), (tokens.shape[0], COLUMNS))
@@ -85,19 +86,25 @@ def load_v_shuffled(base, group_pages, first_token, tokens_lo, tokens_hi, stride
                     COLUMNS: tl.constexpr, VALID: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
     """[BLOCK_N tokens, COLUMNS] from V [blocks, heads, block_size/x, D, x]; `group_pages` holds one block id per x tokens.
 
-    Tokens outside [tokens_lo, tokens_hi) are zeros where MASK.
+    Tokens outside [tokens_lo, tokens_hi) are zeros where MASK. Memory is masked by whole runs of x tokens, which lie in one page, so
+    that a run stays one 16-byte load; its dead tokens are cleared in registers.
     """
-    groups = tl.arange(0, BLOCK_N // X)
+    groups = tl.arange(0, BLOCK_N // X) * X
     columns = tl.arange(0, COLUMNS)
     run = tl.arange(0, X)
-    page = group_pages.to(tl.int64) * stride_block * VEC + (first_token + groups * X) % BLOCK_SIZE * D
+    page = group_pages.to(tl.int64) * stride_block * VEC + (first_token + groups) % BLOCK_SIZE * D
     pointers = base + page[:, None, None] + ((COLUMN0 + columns) * X)[None, :, None] + run[None, None, :]
-    if MASK or VALID < COLUMNS:
-        ok = (columns < VALID)[None, :, None] & (run >= 0)[None, None, :]
-        if MASK:
-            token = first_token + (groups * X)[:, None, None] + run[None, None, :]
-            ok = ok & (token >= tokens_lo) & (token < tokens_hi)
-        tile = tl.load(pointers, mask=ok, other=0.0)
+    live = (first_token + groups + X > tokens_lo) & (first_token + groups < tokens_hi)
+    if MASK and VALID < COLUMNS:
+        tile = tl.load(pointers, mask=live[:, None, None] & (columns < VALID)[None, :, None], other=0.0)
+    elif MASK:
+        tile = tl.load(pointers, mask=live[:, None, None], other=0.0)
+    elif VALID < COLUMNS:
+        tile = tl.load(pointers, mask=(columns < VALID)[None, :, None], other=0.0)
     else:
         tile = tl.load(pointers)
-    return tl.reshape(tl.permute(tile, (0, 2, 1)), (BLOCK_N, COLUMNS))
+    tile = tl.reshape(tl.permute(tile, (0, 2, 1)), (BLOCK_N, COLUMNS))
+    if MASK:
+        token = first_token + tl.arange(0, BLOCK_N)
+        tile = tl.where(((token >= tokens_lo) & (token < tokens_hi))[:, None], tile, 0.0)
+    return tile
