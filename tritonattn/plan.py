@@ -6,6 +6,7 @@ Everything here follows from the static facts of a call and from host integers, 
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from tritonattn.tuning.table import Row, lookup
 
 LOG2E = math.log2(math.e)
 MAX_SPLITS = 128
-MAX_ROWS = 64  # query rows of one decode program; more share a KV head in several blocks
+MAX_ROWS = 64  # query rows of one decode program, where its table row does not say; more share a KV head in several blocks
 UNLIMITED = 1 << 30  # a window side without a bound: it joins the arithmetic of positions without overflowing it
 
 
@@ -29,8 +30,13 @@ def power_of_two(n: int) -> int:
 
 
 def compute_dtype(problem: AttnProblem) -> torch.dtype:
-    """What the matrix products run in: fp8 queries are taken as bfloat16, which holds every fp8 value."""
-    return problem.dtype if problem.dtype in SHORT_NAMES else torch.bfloat16
+    """What the matrix products run in: fp8 queries are taken as bfloat16, which holds every fp8 value.
+
+    Triton's interpreter multiplies bfloat16 numbers by their bits: there float32 takes their place.
+    """
+    dtype = problem.dtype if problem.dtype in SHORT_NAMES else torch.bfloat16
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return torch.float32 if interpreted and dtype is torch.bfloat16 else dtype
 
 
 def window(params: AttnParams) -> tuple[int, int]:
@@ -73,24 +79,26 @@ class DecodePlan:
 
 @lru_cache(maxsize=4096)
 def _decode_row(arch: Arch, problem: AttnProblem, rows: int, units: int, max_seqlen_k: int) -> Row:
+    kernel = "mla_decode" if problem.kv_layout == "latent" else "decode"
     key = problem.table_key()
-    return lookup("decode", arch, **key, rows=rows, units_per_cu=units / arch.compute_units, max_seqlen_k=max_seqlen_k)
+    return lookup(kernel, arch, **key, rows=rows, units_per_cu=units / arch.compute_units, max_seqlen_k=max_seqlen_k)
 
 
 @lru_cache(maxsize=8192)
 def decode_plan(
     arch: Arch, problem: AttnProblem, num_seqs: int, max_seqlen_q: int, max_seqlen_k: int, num_splits: int = 0
 ) -> DecodePlan:
-    """Rows per program and number of splits; num_splits > 0 is the caller's choice.
+    """Rows per program and number of splits of `decode` and `mla_decode`; num_splits > 0 is the caller's choice.
 
     Splits fill the compute units with as many programs as the row says they hold, in whole waves, with at least one tile of keys
     each: too few leave units idle, too many make the merge the larger part.
     """
     rows = problem.group * max_seqlen_q
-    block_rows = min(power_of_two(max(rows, 16)), MAX_ROWS)
+    units = max(num_seqs * problem.num_kv_heads * -(-rows // MAX_ROWS), 1)
+    row = _decode_row(arch, problem, rows, units, power_of_two(max_seqlen_k))
+    block_rows = min(power_of_two(max(rows, 16)), row.config.get("BLOCK_H", MAX_ROWS))
     row_blocks = -(-rows // block_rows)
     units = max(num_seqs * problem.num_kv_heads * row_blocks, 1)
-    row = _decode_row(arch, problem, rows, units, power_of_two(max_seqlen_k))
     if num_splits <= 0:
         room = int(row.config["programs_per_cu"] * arch.compute_units) // units
         tiles = -(-max_seqlen_k // row.config["BLOCK_N"])

@@ -98,6 +98,17 @@ class AttnParams(NamedTuple):
     v_descale: float | Tensor | None = None
 
 
+class MlaParams(NamedTuple):
+    """The options of an MLA call by value, named and defined as in the public ops."""
+
+    softmax_scale: float
+    causal: bool = True
+    q_descale: float | Tensor | None = None
+    kv_descale: float | Tensor | None = None
+    rope_descale: float | Tensor | None = None
+    """Of the rope columns of the cache; None: that of the latent columns, `kv_descale`."""
+
+
 def default_scale(softmax_scale: float | None, head_size: int) -> float:
     """``None`` means ``1 / sqrt(D)``."""
     return 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale

@@ -10,16 +10,19 @@ Scratch: `chunk_tokens` keys and values, and the float32 state of the query rows
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from tritonattn.layouts import CacheView
+from tritonattn.paths.cache import run_gather
+from tritonattn.paths.prefill import CHUNK, NEW_TOKENS, run_pass, tile_count
 from tritonattn.plan import ContextRow, prefill_row
 from tritonattn.problem import AttnParams, AttnProblem
 from tritonattn.scratch import Scratch
 from tritonattn.tuning.arch import detect
-from tritonattn.paths.cache import run_gather
-from tritonattn.paths.prefill import CHUNK, NEW_TOKENS, run_pass, tile_count
 
 ALIGN = 16  # a sequence's part of the row starts at a multiple of this: then V of a preshuffled page is gathered in 16-byte runs
 
@@ -31,13 +34,18 @@ def key_starts(context_lens: Tensor, window_left: int) -> Tensor:
     return (context_lens - window_left).clamp_(min=0) // ALIGN * ALIGN
 
 
-def context_row(context_lens: Tensor, cached_lens: Tensor, window_left: int) -> ContextRow:
+def context_row(context_lens: Tensor, cached_lens: Tensor, window_left: int, align: int = ALIGN) -> ContextRow:
     """The row of a batch. cached_lens: context_lens, or the whole sequence where the new tokens are read from the cache too."""
     starts = key_starts(context_lens, window_left)
     lengths = cached_lens - starts
     cu = torch.zeros(len(starts) + 1, dtype=torch.int32, device=starts.device)
-    torch.cumsum((lengths + (ALIGN - 1)) // ALIGN * ALIGN, 0, dtype=torch.int32, out=cu[1:])
+    torch.cumsum((lengths + (align - 1)) // align * align, 0, dtype=torch.int32, out=cu[1:])
     return ContextRow(starts, lengths, cu)
+
+
+def chunk_size(chunk_tokens: int, row_length: int) -> int:
+    """Tokens of a pass: chunk_tokens rounded up to a multiple of ALIGN, or fewer where the row is shorter."""
+    return -(-max(min(chunk_tokens, row_length), 1) // ALIGN) * ALIGN
 
 
 def run_extend(
@@ -45,39 +53,55 @@ def run_extend(
     lse: Tensor | None, *, cu_seqlens_q: Tensor, context_lens: Tensor, block_table: Tensor, row: ContextRow, row_length: int,
     num_seqs: int, max_seqlen_q: int, chunk_tokens: int, scratch: Scratch, tiles: Tensor | None = None, num_tiles: int = 0,
 ) -> None:  # fmt: skip
-    """k = v = None: the new tokens are in the cache already.
+    """k = v = None: the new tokens are in the cache already. The rest as in `run_chunks`."""
+    chunk = chunk_size(chunk_tokens, row_length)
+    heads, k_width, v_width = cache.num_kv_heads, problem.head_size, problem.v_head_size
+    k_chunk = scratch.take("extend_k", chunk * heads * k_width, q.dtype).view(heads, chunk, k_width).transpose(0, 1)
+    v_chunk = scratch.take("extend_v", chunk * heads * v_width, q.dtype).view(heads, chunk, v_width).transpose(0, 1)
 
+    def load(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        run_gather(
+            k_chunk, v_chunk, cache, params.k_descale, params.v_descale, cu_rows=row.cu, starts=row.starts, lengths=row.lengths,
+            block_table=block_table, num_seqs=num_seqs, chunk=(begin, end), aligned=True,
+        )  # fmt: skip
+        return k_chunk, v_chunk
+
+    run_chunks(
+        problem, params._replace(k_descale=None, v_descale=None), q, k, v, out, lse, load=load, cu_seqlens_q=cu_seqlens_q,
+        context_lens=context_lens, row=row, row_length=row_length, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, chunk=chunk,
+        scratch=scratch, tiles=tiles, num_tiles=num_tiles,
+    )  # fmt: skip
+
+
+def run_chunks(
+    problem: AttnProblem, params: AttnParams, q: Tensor, k: Tensor | None, v: Tensor | None, out: Tensor, lse: Tensor | None, *,
+    load: Callable[[int, int], tuple[Tensor, Tensor]], cu_seqlens_q: Tensor, context_lens: Tensor, row: ContextRow, row_length: int,
+    num_seqs: int, max_seqlen_q: int, chunk: int, scratch: Scratch, tiles: Tensor | None = None, num_tiles: int = 0,
+) -> None:  # fmt: skip
+    """A pass for each chunk of the row, and one for the new tokens.
+
+    load: the keys and values of rows [begin, end) of the row, dense.
     row_length: host int, at least row.cu[-1]; the passes after the end of the row do nothing.
     tiles, num_tiles: as in `run_prefill`; the sequences that they do not name are left alone.
     """
-    chunk = min(max(chunk_tokens, 1), row_length) + ALIGN - 1
-    chunk -= chunk % ALIGN
     config = prefill_row(detect(q.device), problem, max_seqlen_q)
     if tiles is None:
         num_tiles = tile_count(config, q.shape[0], num_seqs)
     if not num_tiles:
         return
-    heads, block_m = problem.num_q_heads, config.config["BLOCK_M"]
-    k_width, v_width = problem.head_size, problem.v_head_size
-    state_ml = scratch.take("extend_ml", num_tiles * heads * 2 * block_m, torch.float32)
-    state_acc = scratch.take("extend_acc", num_tiles * heads * block_m * v_width, torch.float32)
-    k_chunk = scratch.take("extend_k", chunk * cache.num_kv_heads * k_width, q.dtype).view(cache.num_kv_heads, chunk, k_width).transpose(0, 1)
-    v_chunk = scratch.take("extend_v", chunk * cache.num_kv_heads * v_width, q.dtype).view(cache.num_kv_heads, chunk, v_width).transpose(0, 1)
-    dense = params._replace(k_descale=None, v_descale=None)
-    shared = k is None
-    common = {"cu_seqlens_q": cu_seqlens_q, "num_seqs": num_seqs, "tiles": tiles, "num_tiles": num_tiles,
-              "key_starts": row.starts, "context_lens": context_lens}  # fmt: skip
+    rows = num_tiles * problem.num_q_heads * config.config["BLOCK_M"]
+    state_ml = scratch.take("extend_ml", rows * 2, torch.float32)
+    state_acc = scratch.take("extend_acc", rows * problem.v_head_size, torch.float32)
+    common: dict[str, Any] = {"cu_seqlens_q": cu_seqlens_q, "num_seqs": num_seqs, "tiles": tiles,
+                              "num_tiles": num_tiles, "key_starts": row.starts, "context_lens": context_lens}  # fmt: skip
     for begin in range(0, row_length, chunk):
         end = min(begin + chunk, row_length)
-        run_gather(
-            k_chunk, v_chunk, cache, params.k_descale, params.v_descale, cu_rows=row.cu, starts=row.starts, lengths=row.lengths,
-            block_table=block_table, num_seqs=num_seqs, chunk=(begin, end), aligned=True,
-        )  # fmt: skip
+        k_chunk, v_chunk = load(begin, end)
         run_pass(
-            CHUNK, config, problem, dense, q, k_chunk, v_chunk, out, lse, state_ml, state_acc, cu_seqlens_k=row.cu,
-            kv_shared=shared, chunk=(begin, end), **common,
+            CHUNK, config, problem, params, q, k_chunk, v_chunk, out, lse, state_ml, state_acc, cu_seqlens_k=row.cu,
+            kv_shared=k is None, chunk=(begin, end), **common,
         )  # fmt: skip
     if k is not None and v is not None:
         run_pass(
-            NEW_TOKENS, config, problem, dense, q, k, v, out, lse, state_ml, state_acc, cu_seqlens_k=cu_seqlens_q, **common,
+            NEW_TOKENS, config, problem, params, q, k, v, out, lse, state_ml, state_acc, cu_seqlens_k=cu_seqlens_q, **common,
         )  # fmt: skip

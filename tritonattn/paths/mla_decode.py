@@ -1,0 +1,223 @@
+"""MLA decode in the absorbed form (DeepSeek-V2, arXiv:2405.04434): queries in the latent space over the cache of latent rows.
+
+All heads share one cached row per token: the whole of it (latent + rope) is K and its latent part V, so each tile is loaded once and
+used twice. The query rows of a sequence, (query token, head), form blocks; each block is a program of its own, and the blocks of one
+sequence and split run side by side, so that one read from memory serves them all through the L2. A split takes a contiguous part of
+the keys, as in `decode`, and `combine` merges the splits. This is the portable form of the kernel; `mla_decode_wave` is the one
+for CDNA.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritonattn.paths import launch
+from tritonattn.paths.combine import run_combine
+from tritonattn.paths.decode import split_bounds
+from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, compute_dtype, power_of_two
+from tritonattn.plan import descale as descale_of
+from tritonattn.problem import AttnProblem, MlaParams, split_head_size
+from tritonattn.scratch import Scratch
+from tritonattn.tile import kv_load, mask, softmax
+from tritonattn.tile.kv_load import descale, load_2d, load_plain, upcast
+from tritonattn.tuning.table import Row
+
+
+@triton.jit(
+    do_not_specialize=[
+        "stride_q_token", "stride_q_head", "stride_rope_token", "stride_rope_head", "stride_kv_block", "stride_kv_token",
+        "stride_out_token", "stride_out_head", "stride_lse_head", "stride_table", "num_splits", "max_seqlen_q", "window_right",
+    ],
+)  # fmt: skip
+def mla_decode(
+    # outputs; part_*: [num_seqs * max_seqlen_q, num_splits, heads, (LATENT)] where there is more than one split, LSE in log2 units
+    out, lse, part_out, part_lse,
+    # inputs; q_rope None: it follows the latent part in the rows of q
+    q, q_rope, kv_cache, q_descale, kv_descale, rope_descale,
+    # metadata, int32; None: sequence i has the i-th max_seqlen_q query tokens / all sequences / num_splits for each
+    cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+    # strides, in units of VEC elements but for lse and table
+    stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_kv_block, stride_kv_token,
+    stride_out_token, stride_out_head, stride_lse_head, stride_table,
+    # scalars; rope_scale: by how much the rope part of a product counts more than the latent part, beside the device descales
+    num_splits, max_seqlen_q, qk_scale, rope_scale, out_scale, window_right,
+    # problem; LATENT = L0 + (L1, padded), ROPE (padded to R)
+    NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr, LATENT: tl.constexpr,
+    R: tl.constexpr, ROPE: tl.constexpr, VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr,
+    ROPE_SCALED: tl.constexpr, COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
+    # tile
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+):  # fmt: skip
+    row0 = tl.program_id(0) * ROWS
+    split = tl.program_id(1)
+    slot = tl.program_id(2)
+    seq = slot
+    if seq_ids is not None:
+        seq = tl.load(seq_ids + slot)
+    k_len = tl.load(seq_lens + seq)
+    if cu_seqlens_q is None:
+        q_start = seq * max_seqlen_q
+        q_len = max_seqlen_q
+    else:
+        q_start = tl.load(cu_seqlens_q + seq)
+        q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
+    if row0 >= q_len * NUM_HEADS:
+        return
+    splits = num_splits
+    if seq_splits is not None:
+        splits = tl.load(seq_splits + slot)
+
+    rows = row0 + tl.arange(0, ROWS)
+    query = rows // NUM_HEADS
+    head = rows % NUM_HEADS
+    row_ok = query < q_len
+    diag = k_len - q_len
+    row_last = tl.minimum(row0 + ROWS, q_len * NUM_HEADS) - 1
+    lo, hi = mask.visible(row0 // NUM_HEADS, row_last // NUM_HEADS, diag, k_len, k_len, window_right)
+    begin, end = split_bounds(lo, hi, split, splits, BLOCK_N)
+    hi = tl.where(split < splits, end, begin)
+    row_lo, row_hi = mask.row_limits(query, diag, k_len, k_len, window_right)
+    row_hi = tl.minimum(row_hi, hi)
+
+    m = tl.full([ROWS], softmax.NEG_INF, tl.float32)
+    l = tl.zeros([ROWS], tl.float32)
+    acc0 = tl.zeros([ROWS, L0], tl.float32)
+    acc1 = l
+    c0 = tl.arange(0, L0)
+    if L1 > 0:
+        acc1 = tl.zeros([ROWS, L1], tl.float32)
+        c1 = tl.arange(0, L1)
+
+    kv_scale = descale(kv_descale, 0, 0)
+    tokens = (q_start + query).to(tl.int64)
+    if begin < hi:
+        cr = tl.arange(0, R)
+        q_rows = (tokens * stride_q_token + head * stride_q_head) * VEC_Q
+        q0 = upcast(load_2d(q, q_rows, c0, row_ok, c0 < LATENT, True, False), COMPUTE)
+        if L1 > 0:
+            q1 = upcast(load_2d(q + L0, q_rows, c1, row_ok, c1 < LATENT - L0, True, L0 + L1 > LATENT), COMPUTE)
+        if q_rope is None:
+            qr = load_2d(q + LATENT, q_rows, cr, row_ok, cr < ROPE, True, R > ROPE)
+        else:
+            rope_rows = (tokens * stride_rope_token + head * stride_rope_head) * VEC_Q
+            qr = load_2d(q_rope, rope_rows, cr, row_ok, cr < ROPE, True, R > ROPE)
+        qr = upcast(qr, COMPUTE)
+        scale = qk_scale * descale(q_descale, 0, 0) * kv_scale
+        rope_ratio = rope_scale * descale(rope_descale, 0, 0) / kv_scale
+        table = block_table + seq.to(tl.int64) * stride_table
+        keys = tl.arange(0, BLOCK_N)
+
+        # The ids of the next tile's pages are carried through the loop, see `decode`. A tile that cannot straddle pages has one id.
+        if BLOCK_SIZE % BLOCK_N == 0:
+            pages = kv_load.page_ids(table, begin, begin < hi, BLOCK_SIZE)
+        else:
+            pages = kv_load.page_ids(table, begin + keys, begin + keys < hi, BLOCK_SIZE)
+        for n in tl.range(begin, hi, BLOCK_N, num_stages=NUM_STAGES):
+            following = n + BLOCK_N
+            if BLOCK_SIZE % BLOCK_N == 0:
+                next_pages = kv_load.page_ids(table, following, following < hi, BLOCK_SIZE)
+            else:
+                next_pages = kv_load.page_ids(table, following + keys, following + keys < hi, BLOCK_SIZE)
+            at = n + keys
+            ok = at < hi
+            kv0 = load_plain(kv_cache, pages, at, c0, stride_kv_block, stride_kv_token, ok, c0 < LATENT, BLOCK_SIZE, VEC, True, False)
+            kr = load_plain(
+                kv_cache + LATENT, pages, at, cr, stride_kv_block, stride_kv_token, ok, cr < ROPE, BLOCK_SIZE, VEC, True, R > ROPE
+            )
+            kv0 = upcast(kv0, COMPUTE)
+            kr = upcast(kr, COMPUTE)
+            if ROPE_SCALED:
+                s = tl.dot(qr, tl.trans(kr), input_precision="ieee") * rope_ratio
+                s = tl.dot(q0, tl.trans(kv0), s, input_precision="ieee")
+            else:
+                s = tl.dot(q0, tl.trans(kv0), input_precision="ieee")
+                s = tl.dot(qr, tl.trans(kr), s, input_precision="ieee")
+            if L1 > 0:
+                kv1 = load_plain(
+                    kv_cache + L0, pages, at, c1, stride_kv_block, stride_kv_token, ok, c1 < LATENT - L0, BLOCK_SIZE, VEC, True,
+                    L0 + L1 > LATENT,
+                )  # fmt: skip
+                kv1 = upcast(kv1, COMPUTE)
+                s = tl.dot(q1, tl.trans(kv1), s, input_precision="ieee")
+            s = tl.where(mask.tile_mask(at[None, :], row_lo[:, None], row_hi[:, None], False), s, softmax.NEG_INF)
+            p, alpha, m, l = softmax.online_step(s, m, l, scale, True)
+            p = p.to(COMPUTE)
+            acc0 = tl.dot(p, kv0, acc0 * alpha[:, None], input_precision="ieee")
+            if L1 > 0:
+                acc1 = tl.dot(p, kv1, acc1 * alpha[:, None], input_precision="ieee")
+            pages = next_pages
+
+    inverse, lse_row = softmax.finish(m, l)
+    inverse = inverse * out_scale * kv_scale
+    acc0 = acc0 * inverse[:, None]
+    if SPLIT:
+        part = ((slot.to(tl.int64) * max_seqlen_q + query) * num_splits + split) * NUM_HEADS + head
+        live = row_ok & (lse_row != softmax.NEG_INF)
+        tl.store(part_out + (part * LATENT)[:, None] + c0[None, :], acc0, mask=live[:, None])
+        if L1 > 0:
+            ok1 = live[:, None] & (c1 < LATENT - L0)[None, :]
+            tl.store(part_out + (part * LATENT + L0)[:, None] + c1[None, :], acc1 * inverse[:, None], mask=ok1)
+        tl.store(part_lse + part, lse_row, mask=row_ok)
+    else:
+        o_rows = out + ((tokens * stride_out_token + head * stride_out_head) * VEC_OUT)[:, None]
+        tl.store(o_rows + c0[None, :], acc0.to(out.dtype.element_ty), mask=row_ok[:, None])
+        if L1 > 0:
+            o1 = (acc1 * inverse[:, None]).to(out.dtype.element_ty)
+            tl.store(o_rows + L0 + c1[None, :], o1, mask=row_ok[:, None] & (c1 < LATENT - L0)[None, :])
+        if lse is not None:
+            tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)
+
+
+def run_mla_decode(
+    problem: AttnProblem, params: MlaParams, q: Tensor, q_rope: Tensor | None, kv_cache: Tensor, out: Tensor, lse: Tensor | None, *,
+    cu_seqlens_q: Tensor | None, seq_lens: Tensor, block_table: Tensor, num_seqs: int, max_seqlen_q: int, plan: DecodePlan,
+    scratch: Scratch, seq_ids: Tensor | None = None, seq_splits: Tensor | None = None,
+) -> None:  # fmt: skip
+    """q [T, H, latent + rope], or [T, H, latent] beside q_rope [T, H, rope]; the rest as in `run_decode`."""
+    splits, heads = plan.num_splits, problem.num_q_heads
+    if not num_seqs or not q.shape[0]:
+        return
+    part_out = part_lse = None
+    if splits > 1:
+        parts = num_seqs * max_seqlen_q * splits * heads
+        part_out = scratch.take("decode_out", parts * problem.v_head_size, torch.float32)
+        part_lse = scratch.take("decode_lse", parts, torch.float32)
+    rope = q if q_rope is None else q_rope
+    vec, vec_q, vec_out = launch.vec_width(kv_cache), launch.vec_width(q, rope), launch.vec_width(out)
+    q_scale, kv_scale = descale_of(params.q_descale), descale_of(params.kv_descale)
+    own = params.rope_descale is not None
+    rope_scale = descale_of(params.rope_descale if own else params.kv_descale)
+    with launch.on(q):
+        mla_decode[(plan.row_blocks, splits, num_seqs)](
+            out, lse, part_out, part_lse,
+            q, q_rope, kv_cache, q_scale.pointer, kv_scale.pointer, rope_scale.pointer,
+            cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+            q.stride(0) // vec_q, q.stride(1) // vec_q, rope.stride(0) // vec_q, rope.stride(1) // vec_q,
+            kv_cache.stride(0) // vec, kv_cache.stride(1) // vec,
+            out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0), block_table.stride(0),
+            splits, max_seqlen_q, params.softmax_scale * LOG2E * q_scale.factor * kv_scale.factor, rope_scale.factor / kv_scale.factor,
+            kv_scale.factor, 0 if params.causal else UNLIMITED,
+            VEC=vec, VEC_Q=vec_q, VEC_OUT=vec_out, ROPE_SCALED=own, SPLIT=splits > 1, ROWS=plan.rows,
+            **_static(plan.row, problem), **plan.row.options,
+        )  # fmt: skip
+        if part_out is not None and part_lse is not None:
+            run_combine(
+                problem, out, lse, part_out, part_lse, cu_seqlens_q=cu_seqlens_q, seq_ids=seq_ids, num_seqs=num_seqs,
+                max_seqlen_q=max_seqlen_q, num_splits=splits,
+            )  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
+def _static(row: Row, problem: AttnProblem) -> dict:
+    latent, rope = problem.v_head_size, problem.head_size - problem.v_head_size
+    l0, _, l1 = split_head_size(latent)
+    tile = {name: value for name, value in row.constexprs.items() if name != "BLOCK_H"}
+    return {
+        "NUM_HEADS": problem.num_q_heads, "BLOCK_SIZE": problem.block_size, "L0": l0, "L1": l1, "LATENT": latent,
+        "R": power_of_two(max(rope, 16)), "ROPE": rope, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)], **tile,
+    }  # fmt: skip
