@@ -307,6 +307,8 @@ def _packed32(inst, line, m, maps):
     _handler(inst, "packed32")
     _packed_sources(inst, line, False)
     inst.imm[0] = ("mul", "add", "fma", "mov").index(m[1])
+    if m[1] == "mov":                                # (source 0 by its op_sel, source 1 by its op_sel); op_sel_hi means nothing
+        inst.src[1].hi = inst.src[1].sel
 
 
 _PACKED16 = ("add_f16", "mul_f16", "fma_f16", "max_f16", "min_f16", "add_u16", "sub_u16", "mul_lo_u16", "mad_u16", "max_i16", "min_i16", "max_u16", "min_u16",

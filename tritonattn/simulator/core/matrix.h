@@ -36,26 +36,26 @@ static void run_mfma(Wave *w, const Inst *i) {
     unpack_matrix(w, &i->src[1], (int)i->imm[3], values, B, &ub);
     u32 bad_rows = rows_of(ua, n), bad_columns = rows_of(ub, n);
     for (int g = 0; g < groups; g++) for (int j = 0; j < values; j++) for (int q = 0; q < n; q++) right[g * values + j][q] = B[g * n + q][j];
-    for (int row = 0; row < n; row++) {
-        f64 *acc = sum[row];
-        for (int q = 0; q < n; q++) acc[q] = 0;
-        for (int g = 0; g < groups; g++)
-            for (int j = 0; j < values; j++) {
-                f64 a = A[g * n + row][j]; const f64 *b = right[g * values + j];
-                if (n == 16) for (int q = 0; q < 16; q++) acc[q] += a * b[q];
-                else for (int q = 0; q < 32; q++) acc[q] += a * b[q];
-            }
-    }
+    for (int row = 0; row < n; row++)
+        for (int at = 0; at < n; at += 16) {             // sixteen columns at a time stay in registers; products of these formats are exact in f64
+            f64 acc[16] = {0};
+            for (int g = 0; g < groups; g++)
+                for (int j = 0; j < values; j++) {
+                    f64 a = A[g * n + row][j]; const f64 *b = right[g * values + j] + at;
+                    for (int q = 0; q < 16; q++) acc[q] = __builtin_fma(a, b[q], acc[q]);
+                }
+            memcpy(sum[row] + at, acc, sizeof acc);
+        }
+    u32 out[16][LANES]; u64 bad[16];                     // all of C is read before any of D is written: they may overlap
     for (int r = 0; r < regs; r++) {
-        u32 out[LANES]; Shadow s = DEFINED; const u32 *old = NULL;
-        if (c->kind == VGPR) { settled(w, c->index + r); old = w->V[c->index + r]; s = spoiled(w->v_undef[c->index + r]); }
-        u64 bad = s.lo;
+        const u32 *old = NULL;
+        bad[r] = 0;
+        if (c->kind == VGPR) { settled(w, c->index + r); old = w->V[c->index + r]; bad[r] = any_undef(w, c->index + r); }
         EACH_LANE(l) {
             int row = n == 32 ? 8 * (r / 4) + 4 * (l / 32) + r % 4 : 4 * (l / 16) + r, col = l % n;
-            f64 x = sum[row][col] + (old ? flt(old[l]) : flt((u32)c->value));
-            out[l] = bits((f32)x);
-            bad |= (u64)((bad_rows >> row | bad_columns >> col) & 1) << l;
+            out[r][l] = bits((f32)(sum[row][col] + (old ? flt(old[l]) : flt((u32)c->value))));
+            bad[r] |= (u64)((bad_rows >> row | bad_columns >> col) & 1) << l;
         }
-        write_lanes(w, d + r, out, both(bad), ALL);
     }
+    for (int r = 0; r < regs; r++) write_lanes(w, d + r, out[r], both(bad[r]), ALL);
 }
