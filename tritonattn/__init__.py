@@ -3,6 +3,7 @@
 The ops, the cache layouts and the router are attributes of this package, loaded when first used; importing it touches no device.
 """
 
+import os
 from importlib import import_module
 
 _HOME = {
@@ -29,3 +30,7 @@ def __getattr__(name: str):
 
 def __dir__():
     return sorted({*globals(), *__all__})
+
+
+if os.environ.get("TRITONATTN_SIM"):  # every kernel of this process runs on a simulated GPU
+    import_module("tritonattn.simulator").use(os.environ["TRITONATTN_SIM"])
