@@ -40,25 +40,73 @@ def split_bounds(lo, hi, split, splits, BLOCK_N: tl.constexpr):
 def load_kv(
     k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
-    D: tl.constexpr, DV: tl.constexpr, KCOL: tl.constexpr, KCOLS: tl.constexpr, VCOL: tl.constexpr, VCOLS: tl.constexpr,
+    FLAT: tl.constexpr, SAME_STRIDES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, KCOL: tl.constexpr, KCOLS: tl.constexpr, VCOL: tl.constexpr, VCOLS: tl.constexpr,
+    CLEAR_V: tl.constexpr,
 ):  # fmt: skip
-    """K columns [KCOL, KCOL + KCOLS) and V columns [VCOL, VCOL + VCOLS) of the tokens [n, n + BLOCK_N), zeros outside [lo, hi)."""
+    """K columns [KCOL, KCOL + KCOLS) and V columns [VCOL, VCOL + VCOLS) of the tokens [n, n + BLOCK_N).
+
+    Of a plain cache, tokens outside [lo, hi) come as zeros. Of a preshuffled one, where 16 bytes hold several tokens, V does so with
+    CLEAR_V alone, by a selection in registers that the interior tiles are spared; K does not need it.
+    """
     tokens = n + tl.arange(0, BLOCK_N)
-    if SHUFFLED:
+    if FLAT:
+        page = n + tl.arange(0, BLOCK_N // BLOCK_SIZE) * BLOCK_SIZE
+        live = (page < hi) & (page + BLOCK_SIZE > lo)
+        k = kv_load.load_k_pages(k_base, k_pages, live, stride_k_block, X, BLOCK_SIZE, BLOCK_N, VEC, KCOL, KCOLS, D - KCOL)
+        v = kv_load.load_v_pages(v_base, v_pages, n, lo, hi, stride_v_block, DV, X, BLOCK_SIZE, BLOCK_N, VEC)
+    elif SHUFFLED:
         k = kv_load.load_k_shuffled(k_base, k_pages, tokens, stride_k_block, ok, X, BLOCK_SIZE, VEC, KCOL, KCOLS, D - KCOL, True)
         v = kv_load.load_v_shuffled(
-            v_base, v_pages, n, lo, hi, stride_v_block, DV, X, BLOCK_SIZE, BLOCK_N, VEC, VCOL, VCOLS, DV - VCOL, True
+            v_base, v_pages, n, lo, hi, stride_v_block, DV, X, BLOCK_SIZE, BLOCK_N, VEC, VCOL, VCOLS, DV - VCOL
         )
     else:
         kc = KCOL + tl.arange(0, KCOLS)
         vc = VCOL + tl.arange(0, VCOLS)
-        k = kv_load.load_plain(
-            k_base, k_pages, tokens, kc, stride_k_block, stride_k_token, ok, kc < D, BLOCK_SIZE, VEC, True, KCOL + KCOLS > D
-        )
-        v = kv_load.load_plain(
-            v_base, v_pages, tokens, vc, stride_v_block, stride_v_token, ok, vc < DV, BLOCK_SIZE, VEC, True, VCOL + VCOLS > DV
-        )
+        k_rows = kv_load.plain_rows(k_pages, tokens, stride_k_block, stride_k_token, BLOCK_SIZE, VEC)
+        v_rows = k_rows
+        if not SAME_STRIDES:
+            v_rows = kv_load.plain_rows(v_pages, tokens, stride_v_block, stride_v_token, BLOCK_SIZE, VEC)
+        k = load_2d(k_base, k_rows, kc, ok, kc < D, True, KCOL + KCOLS > D)
+        v = load_2d(v_base, v_rows, vc, ok, vc < DV, True, VCOL + VCOLS > DV)
+    if CLEAR_V:
+        v = kv_load.clear_dead(v, n, lo, hi)
     return k, v
+
+
+@triton.jit
+def decode_tile(
+    q0, q1, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, hi, row_lo, row_hi, slope, row_position, scale, softcap,
+    stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+    SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
+    FLAT: tl.constexpr, SAME_STRIDES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr,
+    V1: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    CLEAR_V: tl.constexpr,
+):  # fmt: skip
+    """Keys [n, n + BLOCK_N) into the state of the rows."""
+    keys = n + tl.arange(0, BLOCK_N)
+    ok = keys < hi
+    if WINDOW_LEFT:
+        ok = ok & (keys >= lo)
+    k0, v0 = load_kv(
+        k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+        SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, 0, D0, 0, V0, CLEAR_V,
+    )  # fmt: skip
+    s = tl.dot(q0, tl.trans(upcast(k0, q0.dtype)), input_precision="ieee")
+    if D1 > 0:
+        k1, v1 = load_kv(
+            k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+            SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, D0, D1, V0, V1, CLEAR_V,
+        )  # fmt: skip
+        s = tl.dot(q1, tl.trans(upcast(k1, q0.dtype)), s, input_precision="ieee")
+    distance = keys[None, :] - row_position[:, None]
+    s, factor = softmax.modify_scores(s, scale, softcap, slope, distance, SOFTCAP, ALIBI)
+    s = tl.where(mask.tile_mask(keys[None, :], row_lo[:, None], tl.minimum(row_hi, hi)[:, None], WINDOW_LEFT), s, softmax.NEG_INF)
+    p, alpha, m, l = softmax.online_step(s, m, l, factor, True)
+    p = p.to(q0.dtype)
+    acc0 = tl.dot(p, upcast(v0, q0.dtype), acc0 * alpha[:, None], input_precision="ieee")
+    if V1 > 0:
+        acc1 = tl.dot(p, upcast(v1, q0.dtype), acc1 * alpha[:, None], input_precision="ieee")
+    return acc0, acc1, m, l
 
 
 @triton.jit(
@@ -84,7 +132,7 @@ def decode(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
     VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
+    COMPUTE: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr,
     # tile
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -119,7 +167,6 @@ def decode(
     lo = tl.maximum(lo, begin)
     hi = tl.where(split < splits, end, begin)
     row_lo, row_hi = mask.row_limits(query, diag, k_len, window_left, window_right)
-    row_hi = tl.minimum(row_hi, hi)
 
     m = tl.full([ROWS], softmax.NEG_INF, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
@@ -139,56 +186,66 @@ def decode(
         d0 = tl.arange(0, D0)
         q_rows = (tokens * stride_q_token + head * stride_q_head) * VEC_Q
         q0 = upcast(load_2d(q, q_rows, d0, row_ok, d0 < D, True, False), COMPUTE)
+        q1 = q0
         if D1 > 0:
             d1 = tl.arange(0, D1)
             q1 = upcast(load_2d(q + D0, q_rows, d1, row_ok, d1 < D - D0, True, D0 + D1 > D), COMPUTE)
         slope = 0.0
-        if alibi_slopes is not None:
+        ALIBI: tl.constexpr = alibi_slopes is not None
+        if ALIBI:
             slope = tl.load(alibi_slopes + head, mask=row_ok, other=0.0).to(tl.float32)[:, None]
         scale = qk_scale * descale(q_descale, kv_head, stride_q_descale) * descale(k_descale, kv_head, stride_k_descale)
         k_base = k_cache + kv_head.to(tl.int64) * stride_k_head * VEC
         v_base = v_cache + kv_head.to(tl.int64) * stride_v_head * VEC
         table = block_table + seq.to(tl.int64) * stride_table
         keys = tl.arange(0, BLOCK_N)
-        # V of a preshuffled cache comes in runs of X tokens, and a run never straddles two pages.
+        # A preshuffled cache is read by whole pages where they divide a tile, else V in runs of X tokens, none of which straddles pages.
+        FLAT: tl.constexpr = SHUFFLED and V1 == 0 and D1 == 0 and BLOCK_N % BLOCK_SIZE == 0
+        units = keys
         runs = keys
-        if SHUFFLED:
+        if FLAT:
+            units = tl.arange(0, BLOCK_N // BLOCK_SIZE) * BLOCK_SIZE
+        elif SHUFFLED:
             runs = tl.arange(0, BLOCK_N // X) * X
 
         # The ids of the next tile's pages are carried through the loop: a table load feeding a K load in the same iteration makes the
         # pipeliner spread its stages over both hops, which leaves one K buffer at three stages.
-        k_pages = kv_load.page_ids(table, begin + keys, begin + keys < hi, BLOCK_SIZE)
+        k_pages = kv_load.page_ids(table, begin + units, begin + units < hi, BLOCK_SIZE)
         v_pages = k_pages
-        if SHUFFLED:
+        if SHUFFLED and not FLAT:
             v_pages = kv_load.page_ids(table, begin + runs, begin + runs < hi, BLOCK_SIZE)
-        for n in tl.range(begin, hi, BLOCK_N, num_stages=NUM_STAGES):
+        # 16 bytes of V of a preshuffled cache hold X tokens, of which the last ones may be dead and hold anything. Clearing them in
+        # registers would cost every tile; so the loop stops at a whole run, and the rest, fewer than X tokens, is a small tile of its own.
+        # Under a window, whose left edge moves too, every tile is cleared.
+        CLEAR: tl.constexpr = SHUFFLED and WINDOW_LEFT
+        REST: tl.constexpr = SHUFFLED and not WINDOW_LEFT
+        loop_end = hi
+        if REST:
+            loop_end = tl.maximum(hi - hi % X, begin)
+        for n in tl.range(begin, loop_end, BLOCK_N, num_stages=NUM_STAGES):
             following = n + BLOCK_N
-            next_k_pages = kv_load.page_ids(table, following + keys, following + keys < hi, BLOCK_SIZE)
+            next_k_pages = kv_load.page_ids(table, following + units, following + units < hi, BLOCK_SIZE)
             next_v_pages = next_k_pages
-            if SHUFFLED:
+            if SHUFFLED and not FLAT:
                 next_v_pages = kv_load.page_ids(table, following + runs, following + runs < hi, BLOCK_SIZE)
-            ok = (n + keys >= lo) & (n + keys < hi)
-            k0, v0 = load_kv(
-                k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-                SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, D, DV, 0, D0, 0, V0,
+            acc0, acc1, m, l = decode_tile(
+                q0, q1, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, loop_end, row_lo, row_hi, slope, query + diag, scale,
+                softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT,
+                SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, CLEAR,
             )  # fmt: skip
-            s = tl.dot(q0, tl.trans(upcast(k0, COMPUTE)), input_precision="ieee")
-            if D1 > 0:
-                k1, v1 = load_kv(
-                    k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-                    SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, D, DV, D0, D1, V0, V1,
-                )  # fmt: skip
-                s = tl.dot(q1, tl.trans(upcast(k1, COMPUTE)), s, input_precision="ieee")
-            distance = (n + keys)[None, :] - (query + diag)[:, None]
-            s, factor = softmax.modify_scores(s, scale, softcap, slope, distance, SOFTCAP, alibi_slopes is not None)
-            s = tl.where(mask.tile_mask((n + keys)[None, :], row_lo[:, None], row_hi[:, None], WINDOW_LEFT), s, softmax.NEG_INF)
-            p, alpha, m, l = softmax.online_step(s, m, l, factor, True)
-            p = p.to(COMPUTE)
-            acc0 = tl.dot(p, upcast(v0, COMPUTE), acc0 * alpha[:, None], input_precision="ieee")
-            if V1 > 0:
-                acc1 = tl.dot(p, upcast(v1, COMPUTE), acc1 * alpha[:, None], input_precision="ieee")
             k_pages = next_k_pages
             v_pages = next_v_pages
+        if REST:
+            if loop_end < hi:
+                few = loop_end + tl.arange(0, 16)
+                first = loop_end + tl.arange(0, 16 // X) * X
+                rest_k_pages = kv_load.page_ids(table, few, few < hi, BLOCK_SIZE)
+                rest_v_pages = kv_load.page_ids(table, first, first < hi, BLOCK_SIZE)
+                acc0, acc1, m, l = decode_tile(
+                    q0, q1, acc0, acc1, m, l, k_base, v_base, rest_k_pages, rest_v_pages, loop_end, lo, hi, row_lo, row_hi, slope, query + diag,
+                    scale, softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, 16,
+                    VEC, False, SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, True,
+                )  # fmt: skip
 
     inverse, lse_row = softmax.finish(m, l)
     inverse = inverse * out_scale * descale(v_descale, kv_head, stride_v_descale)
@@ -240,6 +297,8 @@ def run_decode(
             splits, max_seqlen_q, plan.row_blocks, params.softmax_scale * LOG2E * q_scale.factor * k_scale.factor, v_scale.factor,
             params.softcap, left, right,
             VEC=vec, VEC_Q=vec_q, VEC_OUT=vec_out, SOFTCAP=params.softcap > 0, WINDOW_LEFT=left != UNLIMITED, SPLIT=splits > 1,
+            # Twins, as caches usually are, share one set of addresses, which leaves room in the registers for another program.
+            SAME_STRIDES=cache.stride_k_block == cache.stride_v_block and cache.stride_k_token == cache.stride_v_token,
             ROWS=plan.rows, **_static(plan.row, problem), **plan.row.options,
         )  # fmt: skip
         if splits > 1:

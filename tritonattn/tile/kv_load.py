@@ -51,11 +51,9 @@ def page_ids(block_table, tokens, ok, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def load_plain(base, pages, tokens, columns, stride_block, stride_token, token_ok, column_ok,
-               BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, MASK: tl.constexpr, MASK_COLUMNS: tl.constexpr):  # fmt: skip
-    """[tokens, columns] from a plain (nhd, hnd, latent) cache; `base` points at the head."""
-    rows = (pages.to(tl.int64) * stride_block + tokens % BLOCK_SIZE * stride_token) * VEC
-    return load_2d(base, rows, columns, token_ok, column_ok, MASK, MASK_COLUMNS)
+def plain_rows(pages, tokens, stride_block, stride_token, BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr):
+    """Offsets of cached tokens in a plain (nhd, hnd, latent) cache, from the head on."""
+    return (pages.to(tl.int64) * stride_block + tokens % BLOCK_SIZE * stride_token) * VEC
 
 
 @triton.jit
@@ -81,30 +79,59 @@ def load_k_shuffled(base, pages, tokens, stride_block, token_ok, X: tl.constexpr
 
 
 @triton.jit
+def clear_dead(tile, first_token, tokens_lo, tokens_hi):
+    """[tokens, columns] with zeros for the tokens outside [tokens_lo, tokens_hi)."""
+    token = first_token + tl.arange(0, tile.shape[0])
+    return tl.where(((token >= tokens_lo) & (token < tokens_hi))[:, None], tile, 0.0)
+
+
+@triton.jit
 def load_v_shuffled(base, group_pages, first_token, tokens_lo, tokens_hi, stride_block, D: tl.constexpr, X: tl.constexpr,
                     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr, COLUMN0: tl.constexpr,
-                    COLUMNS: tl.constexpr, VALID: tl.constexpr, MASK: tl.constexpr):  # fmt: skip
+                    COLUMNS: tl.constexpr, VALID: tl.constexpr):  # fmt: skip
     """[BLOCK_N tokens, COLUMNS] from V [blocks, heads, block_size/x, D, x]; `group_pages` holds one block id per x tokens.
 
-    Tokens outside [tokens_lo, tokens_hi) are zeros where MASK. Memory is masked by whole runs of x tokens, which lie in one page, so
-    that a run stays one 16-byte load; its dead tokens are cleared in registers.
+    Runs of x tokens, which lie in one page and make one 16-byte load, come as they are if any of their tokens is in
+    [tokens_lo, tokens_hi), else as zeros.
     """
     groups = tl.arange(0, BLOCK_N // X) * X
     columns = tl.arange(0, COLUMNS)
     run = tl.arange(0, X)
     page = group_pages.to(tl.int64) * stride_block * VEC + (first_token + groups) % BLOCK_SIZE * D
     pointers = base + page[:, None, None] + ((COLUMN0 + columns) * X)[None, :, None] + run[None, None, :]
-    live = (first_token + groups + X > tokens_lo) & (first_token + groups < tokens_hi)
-    if MASK and VALID < COLUMNS:
-        tile = tl.load(pointers, mask=live[:, None, None] & (columns < VALID)[None, :, None], other=0.0)
-    elif MASK:
-        tile = tl.load(pointers, mask=live[:, None, None], other=0.0)
-    elif VALID < COLUMNS:
-        tile = tl.load(pointers, mask=(columns < VALID)[None, :, None], other=0.0)
+    live = ((first_token + groups + X > tokens_lo) & (first_token + groups < tokens_hi))[:, None, None]
+    if VALID < COLUMNS:
+        live = live & (columns < VALID)[None, :, None]
+    tile = tl.load(pointers, mask=live, other=0.0)
+    return tl.reshape(tl.permute(tile, (0, 2, 1)), (BLOCK_N, COLUMNS))
+
+
+@triton.jit
+def load_k_pages(base, pages, live, stride_block, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
+                 COLUMN0: tl.constexpr, COLUMNS: tl.constexpr, VALID: tl.constexpr):  # fmt: skip
+    """As `load_k_shuffled`, by whole pages: one contiguous run of COLUMNS * BLOCK_SIZE elements of each page that is `live`.
+
+    `pages` [BLOCK_N / BLOCK_SIZE]; BLOCK_SIZE is a power of two. Dead slots of a live page come as they are.
+    """
+    PAGES: tl.constexpr = BLOCK_N // BLOCK_SIZE
+    run = tl.arange(0, COLUMNS * BLOCK_SIZE)
+    pointers = base + (pages.to(tl.int64) * stride_block * VEC + COLUMN0 * BLOCK_SIZE)[:, None] + run[None, :]
+    if VALID < COLUMNS:
+        tile = tl.load(pointers, mask=live[:, None] & (run < VALID * BLOCK_SIZE)[None, :], other=0.0)
     else:
-        tile = tl.load(pointers)
-    tile = tl.reshape(tl.permute(tile, (0, 2, 1)), (BLOCK_N, COLUMNS))
-    if MASK:
-        token = first_token + tl.arange(0, BLOCK_N)
-        tile = tl.where(((token >= tokens_lo) & (token < tokens_hi))[:, None], tile, 0.0)
-    return tile
+        tile = tl.load(pointers, mask=live[:, None], other=0.0)
+    tile = tl.reshape(tile, (PAGES, COLUMNS // X, BLOCK_SIZE, X))
+    return tl.reshape(tl.permute(tile, (0, 2, 1, 3)), (BLOCK_N, COLUMNS))
+
+
+@triton.jit
+def load_v_pages(base, pages, first_token, tokens_lo, tokens_hi, stride_block, D: tl.constexpr, X: tl.constexpr,
+                 BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr):  # fmt: skip
+    """As `load_v_shuffled`, by whole pages: all D columns, a power of two."""
+    PAGES: tl.constexpr = BLOCK_N // BLOCK_SIZE
+    run = tl.arange(0, BLOCK_SIZE * D)
+    group = (first_token + tl.arange(0, PAGES) * BLOCK_SIZE)[:, None] + (run // (X * D) * X)[None, :]
+    live = (group + X > tokens_lo) & (group < tokens_hi)
+    tile = tl.load(base + (pages.to(tl.int64) * stride_block * VEC)[:, None] + run[None, :], mask=live, other=0.0)
+    tile = tl.reshape(tile, (PAGES, BLOCK_SIZE // X, D, X))
+    return tl.reshape(tl.permute(tile, (0, 1, 3, 2)), (BLOCK_N, D))
