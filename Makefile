@@ -2,9 +2,10 @@
 #     make test-gpu PY=python3
 PY ?= .venv/bin/python
 PYTEST_ARGS ?=
+DEMO_ARGS ?=
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.complete)
 
-.PHONY: help venv test test-gpu lint clean
+.PHONY: help venv demo test test-gpu lint clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  \1\t/' | expand -t 14
@@ -14,8 +15,11 @@ venv: $(ENV)     ## .venv with all that the demo and the tests need
 .venv/.complete: pyproject.toml .ci/constraints.txt .ci/venv
 	.ci/venv .venv
 
+demo: $(ENV)     ## serve a real model through prefill, extend and decode; on the CPU where there is no GPU
+	$(PY) -m tritonattn demo $(DEMO_ARGS)
+
 test: $(ENV)     ## all tests on the CPU, in Triton's interpreter
-	TRITON_INTERPRET=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 test-gpu: $(ENV) ## the same tests on the GPU that torch sees
 	$(PY) -m pytest $(PYTEST_ARGS)

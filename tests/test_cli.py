@@ -75,7 +75,7 @@ def test_an_expected_error_is_one_line(monkeypatch, capsys):
 def test_info_as_a_module_and_as_json():
     shown = command("info")
     assert shown.returncode == 0, shown.stderr
-    for word in ("tritonattn", "torch", "triton", "device", "tables folder"):
+    for word in ("tritonattn", "torch", "triton", "device", "tables folders"):
         assert word in shown.stdout
     facts = json.loads(command("info", "--json").stdout)
     assert facts["device"]

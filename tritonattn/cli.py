@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 COMMANDS = {
     "info": ("tritonattn.info", "device, arch, versions and the tables found"),
+    "demo": ("tritonattn.demo", "serve a real model through prefill, extend and decode, and check every token"),
     "check": ("tritonattn.tuning.check", "compile every table row without a GPU and judge the code"),
     "bench": ("tritonattn.bench", "time the kernels side by side with others, each with its error"),
 }
@@ -20,9 +21,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``argv`` (default: the process's own arguments) and returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in argv if not word.startswith("-")), None)
-    args = _parser(name).parse_args(argv)
+    args = _parser(name).parse_args(argv, argparse.Namespace(argv=argv))
     try:
         return args.run(args) or 0
+    except BrokenPipeError:
+        return 1
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, ImportError) as error:

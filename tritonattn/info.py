@@ -6,12 +6,14 @@ import importlib.metadata
 import json
 import os
 import platform
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tritonattn.tuning.tables_dir import tables_dir
+from tritonattn.tuning.arch import detect
+from tritonattn.tuning.table import folders, load
 
 TESTED_TRITON = ((3, 6), (3, 10))  # from, below; as in pyproject.toml
 
@@ -28,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in facts.items():
         if name not in ("notes", "tables"):
-            table.add_row(f"[bold]{name}", str(value))
+            table.add_row(f"[bold]{name}", "\n".join(value) if isinstance(value, list) else str(value))
     for arch, kernels in facts["tables"].items():
         table.add_row(f"[bold]tables {arch}", ", ".join(f"{kernel} ({rows})" for kernel, rows in kernels.items()))
     console = Console()
@@ -47,12 +49,14 @@ def collect() -> dict[str, Any]:
     }
     facts |= _torch(notes)
     facts |= _triton(notes)
+    facts["tables"] = {}
     try:
-        folder = tables_dir()
-        facts["tables folder"] = str(folder)
-        facts["tables"] = {arch.name: _rows(arch) for arch in sorted(folder.iterdir()) if arch.is_dir()}
+        for folder in reversed(folders()):  # a table of the user's own stands before the library's
+            facts.setdefault("tables folders", []).insert(0, str(folder))
+            for arch in sorted(folder.iterdir()):
+                if arch.is_dir():
+                    facts["tables"].setdefault(arch.name, {}).update(_rows(arch))
     except FileNotFoundError as error:
-        facts["tables"] = {}
         notes.append(str(error))
     facts["notes"] = notes
     return facts
@@ -64,17 +68,20 @@ def _torch(notes: list[str]) -> dict[str, Any]:
     except ImportError:
         notes.append("PyTorch is not installed; README.md, section Install, has the line for ROCm, CUDA and CPU")
         return {"torch": None}
-    facts: dict[str, Any] = {"torch": torch.__version__}
-    if not torch.cuda.is_available():
+    gpu = torch.cuda.is_available()
+    arch = detect("cuda" if gpu else "cpu")
+    facts: dict[str, Any] = {"torch": torch.__version__, "arch": arch.name if gpu else f"{arch.name} (no GPU)"}
+    if "TRITONATTN_ARCH" in os.environ:
+        notes.append("the arch is what TRITONATTN_ARCH says, not the device's")
+    if not gpu:
         notes.append("no GPU: ops run in Triton's interpreter, with TRITON_INTERPRET=1 set before Triton is imported")
         return facts | {"device": "cpu"}
     device = torch.cuda.get_device_properties(0)
-    # gcnArchName is "gfx942:sramecc+:xnack-"; the part before the colon names the arch.
-    arch = device.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{device.major}{device.minor}"
     return facts | {
         "device": device.name,
         "devices": torch.cuda.device_count(),
-        "arch": arch,
+        "nearest known GPU": arch.sku,
+        "compute units": arch.compute_units,
         "memory": f"{device.total_memory / 2**30:.0f} GiB",
         "runtime": f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}",
     }
@@ -97,8 +104,9 @@ def _triton(notes: list[str]) -> dict[str, Any]:
     return {"triton": triton.__version__, "interpreter": os.environ.get("TRITON_INTERPRET", "0") == "1"}
 
 
-def _rows(arch_folder) -> dict[str, int]:
-    return {path.stem: len(json.loads(path.read_text())["rows"]) for path in sorted(arch_folder.glob("*.json"))}
+def _rows(arch_folder: Path) -> dict[str, int]:
+    """Rows of each kernel's table. TableError where a file is not a table."""
+    return {path.stem: len(load(path)) for path in sorted(arch_folder.glob("*.json"))}
 
 
 def _installed(name: str) -> bool:
