@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.complete)
 
-.PHONY: help venv demo test test-gpu lint clean
+.PHONY: help venv demo test test-gpu lint check clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  \1\t/' | expand -t 14
@@ -27,6 +27,9 @@ test-gpu: $(ENV) ## the same tests on the GPU that torch sees
 lint: $(ENV)     ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
+
+check: $(ENV)    ## compile every table row for gfx942 and gfx950, without a GPU, and judge the code
+	$(PY) -m tritonattn check --arch gfx942,gfx950
 
 clean:           ## everything that git ignores
 	git clean -fdXq

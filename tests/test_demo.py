@@ -204,6 +204,7 @@ def test_the_command_serves_and_checks(tiny):
     assert set(taken) == {("prefill", False, True), ("extend", True, True), ("decode", True, False)}
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU does")
 def test_it_starts_the_interpreter_itself_and_shows_its_work(tiny):
     done = run(tiny, "--device", "cpu", TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr

@@ -106,7 +106,7 @@ def test_targets_make_the_environment_first(tmp_path):
     for name in ("Makefile", "pyproject.toml", ".ci/constraints.txt", ".ci/venv"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
-    for target in ("demo", "test", "test-gpu", "lint"):
+    for target in ("demo", "test", "test-gpu", "lint", "check"):
         steps = subprocess.run(["make", "-n", target], cwd=tmp_path, capture_output=True, text=True)
         assert steps.returncode == 0, steps.stderr
         first = next(line for line in steps.stdout.splitlines() if not line.startswith("make"))
