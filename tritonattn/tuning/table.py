@@ -22,7 +22,7 @@ from .arch import Arch, warn_untuned
 from .tables_dir import tables_dir
 
 # Compile options of Triton among the config keys. The others in lower case steer the plan, those in capitals are constexprs.
-_OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim", "kpack")
+_OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim", "kpack", "maxnreg")
 
 
 class TableError(ValueError):
