@@ -24,8 +24,19 @@ from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnProblem, MlaParams, split_head_size
 from tritonattn.scratch import Scratch
 from tritonattn.tile import kv_load, mask, softmax
-from tritonattn.tile.kv_load import descale, load_2d, load_plain, upcast
+from tritonattn.tile.kv_load import descale, load_2d, plain_rows, upcast
 from tritonattn.tuning.table import Row
+
+
+@triton.jit
+def weigh(q0, q1, qr, kv0, kv1, kr, keys, row_lo, row_hi, m, l, scale, rope_scale, L1: tl.constexpr):
+    """One tile of keys into the running maximum and sum, see `softmax.online_step`; the scales take products to log2 units."""
+    s = tl.dot(q0, tl.trans(kv0), input_precision="ieee") * scale
+    if L1 > 0:
+        s += tl.dot(q1, tl.trans(kv1), input_precision="ieee") * scale
+    s += tl.dot(qr, tl.trans(kr), input_precision="ieee") * rope_scale
+    s = tl.where(mask.tile_mask(keys[None, :], row_lo[:, None], row_hi[:, None], False), s, softmax.NEG_INF)
+    return softmax.online_step(s, m, l, 1.0, True)
 
 
 @triton.jit(
@@ -44,14 +55,14 @@ def mla_decode(
     # strides, in units of VEC elements but for lse and table
     stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_kv_block, stride_kv_token,
     stride_out_token, stride_out_head, stride_lse_head, stride_table,
-    # scalars; rope_scale: by how much the rope part of a product counts more than the latent part, beside the device descales
-    num_splits, max_seqlen_q, qk_scale, rope_scale, out_scale, window_right,
+    # scalars; kv_scale, rope_scale: the host parts of the descales
+    num_splits, max_seqlen_q, qk_scale, kv_scale, rope_scale, window_right,
     # problem; LATENT = L0 + (L1, padded), ROPE (padded to R)
     NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr, LATENT: tl.constexpr,
     R: tl.constexpr, ROPE: tl.constexpr, VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr,
-    ROPE_SCALED: tl.constexpr, COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
+    COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
     # tile
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, SCORES_ONCE: tl.constexpr,
 ):  # fmt: skip
     row0 = tl.program_id(0) * ROWS
     split = tl.program_id(1)
@@ -93,12 +104,13 @@ def mla_decode(
         acc1 = tl.zeros([ROWS, L1], tl.float32)
         c1 = tl.arange(0, L1)
 
-    kv_scale = descale(kv_descale, 0, 0)
+    kv_scale *= descale(kv_descale, 0, 0)
     tokens = (q_start + query).to(tl.int64)
     if begin < hi:
         cr = tl.arange(0, R)
         q_rows = (tokens * stride_q_token + head * stride_q_head) * VEC_Q
         q0 = upcast(load_2d(q, q_rows, c0, row_ok, c0 < LATENT, True, False), COMPUTE)
+        q1 = q0
         if L1 > 0:
             q1 = upcast(load_2d(q + L0, q_rows, c1, row_ok, c1 < LATENT - L0, True, L0 + L1 > LATENT), COMPUTE)
         if q_rope is None:
@@ -107,8 +119,9 @@ def mla_decode(
             rope_rows = (tokens * stride_rope_token + head * stride_rope_head) * VEC_Q
             qr = load_2d(q_rope, rope_rows, cr, row_ok, cr < ROPE, True, R > ROPE)
         qr = upcast(qr, COMPUTE)
-        scale = qk_scale * descale(q_descale, 0, 0) * kv_scale
-        rope_ratio = rope_scale * descale(rope_descale, 0, 0) / kv_scale
+        scale = qk_scale * descale(q_descale, 0, 0)
+        rope_scale *= scale * descale(rope_descale, 0, 0)
+        scale *= kv_scale
         table = block_table + seq.to(tl.int64) * stride_table
         keys = tl.arange(0, BLOCK_N)
 
@@ -125,35 +138,27 @@ def mla_decode(
                 next_pages = kv_load.page_ids(table, following + keys, following + keys < hi, BLOCK_SIZE)
             at = n + keys
             ok = at < hi
-            kv0 = load_plain(kv_cache, pages, at, c0, stride_kv_block, stride_kv_token, ok, c0 < LATENT, BLOCK_SIZE, VEC, True, False)
-            kr = load_plain(
-                kv_cache + LATENT, pages, at, cr, stride_kv_block, stride_kv_token, ok, cr < ROPE, BLOCK_SIZE, VEC, True, R > ROPE
-            )
-            kv0 = upcast(kv0, COMPUTE)
-            kr = upcast(kr, COMPUTE)
-            if ROPE_SCALED:
-                s = tl.dot(qr, tl.trans(kr), input_precision="ieee") * rope_ratio
-                s = tl.dot(q0, tl.trans(kv0), s, input_precision="ieee")
-            else:
-                s = tl.dot(q0, tl.trans(kv0), input_precision="ieee")
-                s = tl.dot(qr, tl.trans(kr), s, input_precision="ieee")
+            kv_rows = plain_rows(pages, at, stride_kv_block, stride_kv_token, BLOCK_SIZE, VEC)
+            kv0 = upcast(load_2d(kv_cache, kv_rows, c0, ok, c0 < LATENT, True, False), COMPUTE)
+            kv1 = kv0
             if L1 > 0:
-                kv1 = load_plain(
-                    kv_cache + L0, pages, at, c1, stride_kv_block, stride_kv_token, ok, c1 < LATENT - L0, BLOCK_SIZE, VEC, True,
-                    L0 + L1 > LATENT,
-                )  # fmt: skip
-                kv1 = upcast(kv1, COMPUTE)
-                s = tl.dot(q1, tl.trans(kv1), s, input_precision="ieee")
-            s = tl.where(mask.tile_mask(at[None, :], row_lo[:, None], row_hi[:, None], False), s, softmax.NEG_INF)
-            p, alpha, m, l = softmax.online_step(s, m, l, scale, True)
-            p = p.to(COMPUTE)
+                kv1 = upcast(load_2d(kv_cache + L0, kv_rows, c1, ok, c1 < LATENT - L0, True, L0 + L1 > LATENT), COMPUTE)
+            kr = upcast(load_2d(kv_cache + LATENT, kv_rows, cr, ok, cr < ROPE, True, R > ROPE), COMPUTE)
+            # Where a product flows into another, Triton gives all warps to the rows; if those are too few, warps repeat each other's
+            # scores. It does not look past control flow: within a branch that is always taken, the scores are shared out among all warps.
+            if not SCORES_ONCE or n >= 0:
+                p, alpha, m, l = weigh(q0, q1, qr, kv0, kv1, kr, at, row_lo, row_hi, m, l, scale, rope_scale, L1)
+                p = p.to(COMPUTE)
+            else:
+                alpha = m
+                p = tl.broadcast_to(m[:, None], [ROWS, BLOCK_N]).to(COMPUTE)
             acc0 = tl.dot(p, kv0, acc0 * alpha[:, None], input_precision="ieee")
             if L1 > 0:
                 acc1 = tl.dot(p, kv1, acc1 * alpha[:, None], input_precision="ieee")
             pages = next_pages
 
     inverse, lse_row = softmax.finish(m, l)
-    inverse = inverse * out_scale * kv_scale
+    inverse = inverse * kv_scale
     acc0 = acc0 * inverse[:, None]
     if SPLIT:
         part = ((slot.to(tl.int64) * max_seqlen_q + query) * num_splits + split) * NUM_HEADS + head
@@ -190,8 +195,7 @@ def run_mla_decode(
     rope = q if q_rope is None else q_rope
     vec, vec_q, vec_out = launch.vec_width(kv_cache), launch.vec_width(q, rope), launch.vec_width(out)
     q_scale, kv_scale = descale_of(params.q_descale), descale_of(params.kv_descale)
-    own = params.rope_descale is not None
-    rope_scale = descale_of(params.rope_descale if own else params.kv_descale)
+    rope_scale = descale_of(params.kv_descale if params.rope_descale is None else params.rope_descale)
     with launch.on(q):
         mla_decode[(plan.row_blocks, splits, num_seqs)](
             out, lse, part_out, part_lse,
@@ -200,9 +204,9 @@ def run_mla_decode(
             q.stride(0) // vec_q, q.stride(1) // vec_q, rope.stride(0) // vec_q, rope.stride(1) // vec_q,
             kv_cache.stride(0) // vec, kv_cache.stride(1) // vec,
             out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0), block_table.stride(0),
-            splits, max_seqlen_q, params.softmax_scale * LOG2E * q_scale.factor * kv_scale.factor, rope_scale.factor / kv_scale.factor,
-            kv_scale.factor, 0 if params.causal else UNLIMITED,
-            VEC=vec, VEC_Q=vec_q, VEC_OUT=vec_out, ROPE_SCALED=own, SPLIT=splits > 1, ROWS=plan.rows,
+            splits, max_seqlen_q, params.softmax_scale * LOG2E * q_scale.factor, kv_scale.factor, rope_scale.factor,
+            0 if params.causal else UNLIMITED,
+            VEC=vec, VEC_Q=vec_q, VEC_OUT=vec_out, SPLIT=splits > 1, ROWS=plan.rows,
             **_static(plan.row, problem), **plan.row.options,
         )  # fmt: skip
         if part_out is not None and part_lse is not None:
@@ -216,7 +220,7 @@ def run_mla_decode(
 def _static(row: Row, problem: AttnProblem) -> dict:
     latent, rope = problem.v_head_size, problem.head_size - problem.v_head_size
     l0, _, l1 = split_head_size(latent)
-    tile = {name: value for name, value in row.constexprs.items() if name != "BLOCK_H"}
+    tile = {name: value for name, value in {"SCORES_ONCE": False, **row.constexprs}.items() if name != "BLOCK_H"}
     return {
         "NUM_HEADS": problem.num_q_heads, "BLOCK_SIZE": problem.block_size, "L0": l0, "L1": l1, "LATENT": latent,
         "R": power_of_two(max(rope, 16)), "ROPE": rope, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)], **tile,
