@@ -4,7 +4,7 @@
     tritonattn bench --peers DIR --json now.json         every suite, with the peers in DIR
     tritonattn bench decode --base before.json           against an earlier run
     tritonattn bench decode --row "B1 S8192 64/4" --config BLOCK_N=128,num_warps=8
-    tritonattn bench decode --row "B1 S8192 64/4" --sweep candidates.json
+    tritonattn bench decode --row "B1 " --sweep candidates.json
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ from tritonattn.bench.rows import SUITES
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)}; none: all")
-    parser.add_argument("--row", action="append", default=[], metavar="NAME", help="rows of this name, or else containing it; repeatable")
-    parser.add_argument("--peers", metavar="DIR", help="folder with other libraries' kernels")
-    parser.add_argument("--base", metavar="FILE", help="compare with this earlier --json")
-    parser.add_argument("--json", metavar="FILE", help="write the result")
-    parser.add_argument("--config", default="", metavar="KEY=VALUE,...", help="replace values of the suite's tuning row")
-    parser.add_argument("--list", action="store_true", help="print the rows and stop")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: do they run? the times mean nothing")
+    add = parser.add_argument
+    add("suites", nargs="*", metavar="SUITE", help=f"{', '.join(SUITES)}; none: all")
+    add("--row", action="append", default=[], metavar="NAME", help="rows of this name, or else containing it; repeatable")
+    add("--only", default="", metavar="TEXT", help="calls with this text in their name")
+    add("--peers", metavar="DIR", help="folder with other libraries' kernels")
+    add("--base", metavar="FILE", help="compare with this earlier --json")
+    add("--json", metavar="FILE", help="write the result")
+    add("--picture", metavar="FILE", help="draw the result (needs matplotlib)")
+    add("--config", default="", metavar="KEY=VALUE,...", help="replace values of the suite's tuning row, or KERNEL.KEY=VALUE of another's")
+    add("--sweep", metavar="FILE", help="rank the configs of this JSON list, each laid over the tuning row")
+    add("--list", action="store_true", help="print the rows and stop")
+    add("--smoke", action="store_true", help="tiny sizes: do they run? the times mean nothing")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,13 +38,25 @@ def run(args: argparse.Namespace) -> int:
         for row in rows:
             print(f"{row.suite}: {row.name}")
         return 0
+    if args.smoke:
+        rows = list(dict.fromkeys(row.smoke() for row in rows))
     from tritonattn.bench import report
 
     base = report.load(args.base) if args.base else None
     document = _measure(rows, args)
-    report.show(document, base)
     if args.json:
         report.save(document, args.json)
+    if args.sweep:
+        from tritonattn.bench import sweep
+
+        report.show_machine(document)
+        sweep.show(document["results"])
+        return 0
+    report.show(document, base)
+    if args.picture:
+        from tritonattn.bench.picture import draw
+
+        draw(document, args.picture)
     wrong = report.wrong(document["results"])
     if wrong:
         print("wrong results:", *wrong, sep="\n  ")
@@ -51,6 +67,7 @@ def _measure(rows, args) -> dict[str, Any]:
     import torch
     from rich.progress import Progress
 
+    from tritonattn.bench import sweep
     from tritonattn.bench.machine import describe
     from tritonattn.bench.peers import Installed
     from tritonattn.bench.runner import parse_config, run_row
@@ -59,18 +76,19 @@ def _measure(rows, args) -> dict[str, Any]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.smoke:
         raise ValueError("bench needs a GPU; --smoke runs tiny sizes in the interpreter (TRITON_INTERPRET=1)")
-    peers = Installed(args.peers)
-    config = parse_config(args.config)
-    document = {
-        "machine": describe(device), "ceilings": {} if args.smoke else ceilings(device), "meaningless": args.smoke, "config": config,
-        "missing peers": peers.missing, "results": [],
+    peers, config = Installed(args.peers), parse_config(args.config)
+    candidates = sweep.load(args.sweep) if args.sweep else {}
+    document: dict[str, Any] = {
+        "machine": describe(device), "ceilings": {} if args.smoke or args.sweep else ceilings(device), "meaningless": args.smoke,
+        "config": config, "configs": candidates, "missing peers": peers.missing, "results": [],
     }  # fmt: skip
     with Progress(transient=True) as progress:
-        if args.smoke:
-            rows = list(dict.fromkeys(row.smoke() for row in rows))
         task = progress.add_task("bench", total=len(rows))
         for row in rows:
             progress.update(task, description=f"{row.suite} {row.name}")
-            document["results"].append(run_row(row, device, peers, config))
+            if candidates:
+                document["results"].append(sweep.sweep_row(row, device, candidates, args.only))
+            else:
+                document["results"].append(run_row(row, device, peers, config, args.only))
             progress.advance(task)
     return document

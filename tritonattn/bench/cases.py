@@ -1,22 +1,21 @@
-"""Inputs of a row, the calls that compete on them, and the work that each of them does."""
+"""The calls that compete on a row, and the work that each of them does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 import tritonattn
+from tritonattn.bench.inputs import Inputs, random_inputs
 from tritonattn.bench.rows import Row
 from tritonattn.bench.sample import sample_error
-from tritonattn.layouts import from_nhd
-from tritonattn.tuning.arch import detect
+from tritonattn.layouts import allocate, from_nhd, to_nhd
 
-Call = Callable[[], object]
+Call = Callable[[], Any]
 
 
 @dataclass
@@ -26,183 +25,263 @@ class Case:
     calls: dict[str, Call]
     flops: float
     bytes: float
-    error: Callable[[object], float]  # of what a call returned
+    error: Callable[[Any], float]  # of what a call returned
     kernel: str  # whose table row `--config` and `--sweep` replace
+    host: bool = False  # time on the host is what matters
 
 
 class Peers(Protocol):
-    """`calls(suite, inputs)`: other libraries' calls on the same inputs."""
+    """Other libraries' calls on the same inputs, by the name of the library."""
 
-    def calls(self, suite: str, x: Inputs) -> dict[str, Call]: ...
+    def calls(self, x: Inputs) -> dict[str, Call]: ...
 
-
-@dataclass
-class Inputs:
-    """Tensors of one row; caches in the layout nhd (MLA: latent)."""
-
-    row: Row
-    q: Tensor
-    scale: float
-    cu_seqlens_q: Tensor
-    seq_lens: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
-    k: Tensor | None = None  # new tokens
-    v: Tensor | None = None
-    k_cache: Tensor | None = None
-    v_cache: Tensor | None = None
-    block_table: Tensor | None = None
-    descales: tuple[float, float] = (1.0, 1.0)
-    query_lens: tuple[int, ...] = field(default=())
-
-    @property
-    def window_size(self) -> tuple[int, int]:
-        return (self.row.window - 1, 0) if self.row.window else (-1, -1)
-
-    def empty_out(self) -> Tensor:
-        return torch.full((*self.q.shape[:2], self.row.dv), float("nan"), dtype=self.q.dtype, device=self.q.device)
-
-    def keys(self, sequence: int, kv_head: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of one sequence and head, [seq_len, D] and [seq_len, Dv], as float64."""
-        length = self.row.seq_lens[sequence]
-        if self.k_cache is None or self.v_cache is None or self.block_table is None:
-            begin = sum(self.row.seq_lens[:sequence])
-            return tuple(x[begin : begin + length, kv_head].double() for x in (self.k, self.v))
-        pages = self.block_table[sequence, : -(-length // self.row.block_size)].long()
-        return tuple(
-            cache[pages, :, kv_head].flatten(0, 1)[:length].double() * descale
-            for cache, descale in zip((self.k_cache, self.v_cache), self.descales, strict=True)
-        )
+    def merge(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> dict[str, Call]: ...
 
 
-def build(row: Row, device: torch.device, peers: Peers | None) -> Case:
-    """Fresh random inputs and every call that can run on them."""
-    return _BUILDERS[row.suite](row, device, peers)
+def build(row: Row, device: torch.device, peers: Peers | None = None, only: str = "") -> Case:
+    """Fresh random inputs and every call that can run on them; `only` keeps those with this text in their name."""
+    case = _BUILDERS[row.suite](row, device, peers, only)
+    case.calls = {name: call for name, call in case.calls.items() if only in name}
+    if not case.calls:
+        raise ValueError(f"--only {only!r} leaves no call of {row.suite} {row.name}")
+    return case
 
 
 def work(row: Row) -> tuple[float, float]:
-    """(FLOP, bytes) that the row cannot do without: visible scores alone, and each input and output once; for decode keys and values."""
-    pairs = 0.0
-    for length in row.seq_lens:
-        seen = row.query_len * (length - row.query_len / 2) if row.query_len > 1 else float(length)
-        pairs += min(seen, row.query_len * row.window) if row.window else seen
-    flops = 2 * pairs * row.heads * (row.head_size + row.dv)
+    """(FLOP, bytes) that attention over the row cannot do without.
+
+    FLOP: the scores that are seen. Bytes: each input and output once; in decode keys and values alone, as is the custom.
+    """
+    pairs = keys = 0.0
+    for length, queries in zip(row.seq_lens, row.query_lens, strict=True):
+        seen = queries * (length - queries / 2) if queries > 1 else float(length)
+        pairs += min(seen, queries * row.window) if row.window else seen
+        keys += min(length, row.window + queries) if row.window else length
     width = row.head_size if row.suite == "mla" else row.head_size + row.dv
-    keys = sum(min(length, row.window + row.query_len) if row.window else length for length in row.seq_lens)
     moved = keys * row.kv_heads * width * (1 if row.fp8 else 2)
-    if row.suite in ("prefill", "extend"):
-        moved += row.batch * row.query_len * row.heads * (row.head_size + row.dv) * 2
-    return flops, moved
+    if max(row.query_lens) > 16:
+        moved += sum(row.query_lens) * row.heads * (row.head_size + row.dv) * 2
+    return 2 * pairs * row.heads * (row.head_size + row.dv), moved
 
 
-def random_inputs(row: Row, device: torch.device, *, cached: bool) -> Inputs:
-    query_lens = row.seq_lens if row.suite == "prefill" else (row.query_len,) * len(row.seq_lens)
-    tokens, keys = sum(query_lens), sum(row.seq_lens)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32  # the interpreter's dot takes no bfloat16
-
-    def ints(values):
-        return torch.tensor(list(values), dtype=torch.int32, device=device)
-
-    def normal(*shape):
-        return torch.randn(shape, dtype=dtype, device=device)
-
-    x = Inputs(
-        row, normal(tokens, row.heads, row.head_size), row.head_size**-0.5, ints(accumulate(query_lens, initial=0)), ints(row.seq_lens),
-        max(query_lens), max(row.seq_lens), query_lens=query_lens,
-    )  # fmt: skip
-    if not cached:
-        x.k, x.v = normal(keys, row.kv_heads, row.head_size), normal(keys, row.kv_heads, row.dv)
-        return x
-    pages = [-(-length // row.block_size) for length in row.seq_lens]
-    free = torch.randperm(sum(pages), device=device).int()  # nobody's pages are neighbours
-    x.block_table = torch.zeros(len(pages), max(pages), dtype=torch.int32, device=device)
-    for i, begin in enumerate(accumulate(pages[:-1], initial=0)):
-        x.block_table[i, : pages[i]] = free[begin : begin + pages[i]]
-    x.k_cache = normal(len(free), row.block_size, row.kv_heads, row.head_size)
-    x.v_cache = x.k_cache[..., : row.dv] if row.suite == "mla" else normal(len(free), row.block_size, row.kv_heads, row.dv)
-    if row.fp8:
-        fp8 = getattr(torch, detect(device).fp8_types[0])
-        x.k_cache, x.v_cache, x.descales = x.k_cache.to(fp8), x.v_cache.to(fp8), (0.5, 2.0)
-    return x
+def _attention(x: Inputs, ours: dict[str, Callable[[], Call]], peers: Peers | None, only: str, kernel: str) -> Case:
+    calls = {name: make() for name, make in ours.items() if only in name}
+    calls |= peers.calls(x) if peers else {}
+    return Case(calls, *work(x.row), lambda out: sample_error(x, out), kernel)
 
 
-def _prefill(row: Row, device: torch.device, peers: Peers | None) -> Case:
+def _prefill(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
     x = random_inputs(row, device, cached=False)
-    out = x.empty_out()
 
     def ours():
-        return tritonattn.flash_attn_varlen_func(
+        out = x.empty_out()
+        return lambda: tritonattn.flash_attn_varlen_func(
             x.q, x.k, x.v, cu_seqlens_q=x.cu_seqlens_q, cu_seqlens_k=x.cu_seqlens_q, max_seqlen_q=x.max_seqlen_q,
             max_seqlen_k=x.max_seqlen_k, causal=True, softmax_scale=x.scale, window_size=x.window_size, out=out,
         )  # fmt: skip
 
-    return _case(x, {"tritonattn": ours}, peers, "prefill")
+    return _attention(x, {"tritonattn": ours}, peers, only, "prefill")
 
 
-def _extend(row: Row, device: torch.device, peers: Peers | None) -> Case:
+def _extend(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
     x = random_inputs(row, device, cached=True)
+    k, v = x.new_tokens()
     context_lens = x.seq_lens - row.query_len
-    new = [x.keys(i, h) for i in range(row.batch) for h in range(row.kv_heads)]
-    # The new tokens are in the cache as well, where the peers read them.
-    k, v = (
-        torch.stack([pair[part][-row.query_len :] for pair in new]).view(row.batch, row.kv_heads, row.query_len, -1)
-        .transpose(1, 2).flatten(0, 1).to(x.q.dtype).contiguous() for part in (0, 1)
-    )  # fmt: skip
-    del new
 
     def ours(layout):
         k_cache, v_cache = from_nhd(x.k_cache, x.v_cache, layout)
         out = x.empty_out()
+        return lambda: tritonattn.extend_attention(
+            x.q, k, v, k_cache, v_cache, cu_seqlens_q=x.cu_seqlens_q, context_lens=context_lens, block_table=x.block_table,
+            max_seqlen_q=x.max_seqlen_q, max_context_len=x.max_seqlen_k - row.query_len, kv_layout=layout, softmax_scale=x.scale,
+            window_size=x.window_size, out=out,
+        )  # fmt: skip
 
-        def call():
-            return tritonattn.extend_attention(
-                x.q, k, v, k_cache, v_cache, cu_seqlens_q=x.cu_seqlens_q, context_lens=context_lens, block_table=x.block_table,
-                max_seqlen_q=x.max_seqlen_q, max_context_len=x.max_seqlen_k - row.query_len, kv_layout=layout, softmax_scale=x.scale,
-                window_size=x.window_size, out=out,
-            )  # fmt: skip
-
-        return call
-
-    return _case(x, {"tritonattn nhd": ours("nhd"), "tritonattn preshuffled": ours("preshuffled")}, peers, "prefill")
+    return _attention(x, _both_layouts(ours), peers, only, "prefill")
 
 
-def _decode(row: Row, device: torch.device, peers: Peers | None) -> Case:
+def _decode(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
     x = random_inputs(row, device, cached=True)
 
     def ours(layout):
         k_cache, v_cache = from_nhd(x.k_cache, x.v_cache, layout)
         out = x.empty_out()
+        return lambda: tritonattn.decode_attention(
+            x.q, k_cache, v_cache, seqused_k=x.seq_lens, block_table=x.block_table, max_seqlen_k=x.max_seqlen_k,
+            max_seqlen_q=row.query_len, kv_layout=layout, softmax_scale=x.scale, window_size=x.window_size,
+            k_descale=x.descales[0], v_descale=x.descales[1], out=out,
+        )  # fmt: skip
 
-        def call():
-            return tritonattn.decode_attention(
-                x.q, k_cache, v_cache, seqused_k=x.seq_lens, block_table=x.block_table, max_seqlen_k=x.max_seqlen_k,
-                max_seqlen_q=row.query_len, kv_layout=layout, softmax_scale=x.scale, window_size=x.window_size,
-                k_descale=x.descales[0], v_descale=x.descales[1], out=out,
-            )  # fmt: skip
-
-        return call
-
-    return _case(x, {"tritonattn nhd": ours("nhd"), "tritonattn preshuffled": ours("preshuffled")}, peers, "decode")
+    if row.suite == "cliffs":
+        return _attention(x, {"tritonattn nhd": lambda: ours("nhd")}, None, only, "decode")
+    case = _attention(x, _both_layouts(ours), peers, only, "decode")
+    case.host = row.suite == "plan"
+    return case
 
 
-def _mla(row: Row, device: torch.device, peers: Peers | None) -> Case:
+def _both_layouts(make: Callable[[str], Call]) -> dict[str, Callable[[], Call]]:
+    return {"tritonattn nhd": lambda: make("nhd"), "tritonattn preshuffled": lambda: make("preshuffled")}
+
+
+def _mla(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
     x = random_inputs(row, device, cached=True)
     x.scale = 192**-0.5  # of the head before absorption
-    cache, out = x.k_cache.squeeze(2), x.empty_out()
 
     def ours():
-        return tritonattn.mla_decode(
+        cache, out = x.k_cache.squeeze(2), x.empty_out()
+        return lambda: tritonattn.mla_decode(
             x.q, cache, seqused_k=x.seq_lens, block_table=x.block_table, max_seqlen_k=x.max_seqlen_k, softmax_scale=x.scale,
             max_seqlen_q=row.query_len, out=out,
         )  # fmt: skip
 
-    return _case(x, {"tritonattn": ours}, peers, "mla_decode")
+    return _attention(x, {"tritonattn": ours}, peers, only, "mla_decode")
 
 
-def _case(x: Inputs, calls: dict[str, Call], peers: Peers | None, kernel: str) -> Case:
-    flops, moved = work(x.row)
-    others = peers.calls(x.row.suite, x) if peers else {}
-    return Case({**calls, **others}, flops, moved, lambda out: sample_error(x, out), kernel)
+def _mixed(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
+    """One step through the router, and the same requests path by path."""
+    x = random_inputs(row, device, cached=True)
+    k, v = x.new_tokens()
+    decodes = row.query_lens.count(1)
+    prefilled = row.query_lens[-1]
+
+    def router():
+        step = tritonattn.Router(
+            row.heads, row.kv_heads, row.head_size, dtype=x.q.dtype, device=device, kv_layout="nhd", softmax_scale=x.scale
+        )
+        plan = step.plan(row.query_lens, row.seq_lens, x.block_table)
+        out = x.empty_out()
+        return lambda: step.run(plan, x.q, k, v, x.k_cache, x.v_cache, out=out)
+
+    def paths():
+        out = x.empty_out()
+        extended = slice(decodes, len(x.q) - prefilled)
+        context = (x.seq_lens - torch.tensor(row.query_lens, dtype=torch.int32, device=device))[decodes:-1].contiguous()
+        cu_extend = torch.tensor([0, row.query_lens[-2]], dtype=torch.int32, device=device)
+        cu_prefill = torch.tensor([0, prefilled], dtype=torch.int32, device=device)
+        decode_lens = x.seq_lens[:decodes].contiguous()
+        q, new = x.q, len(x.q) - prefilled
+
+        def call():
+            tritonattn.decode_attention(
+                q[:decodes], x.k_cache, x.v_cache, seqused_k=decode_lens, block_table=x.block_table[:decodes],
+                max_seqlen_k=max(row.seq_lens[:decodes]), kv_layout="nhd", softmax_scale=x.scale, out=out[:decodes],
+            )  # fmt: skip
+            tritonattn.extend_attention(
+                q[extended], k[extended], v[extended], x.k_cache, x.v_cache, cu_seqlens_q=cu_extend, context_lens=context,
+                block_table=x.block_table[decodes:-1], max_seqlen_q=row.query_lens[-2],
+                max_context_len=row.seq_lens[-2] - row.query_lens[-2], kv_layout="nhd", softmax_scale=x.scale, out=out[extended],
+            )  # fmt: skip
+            tritonattn.flash_attn_varlen_func(
+                q[new:], k[new:], v[new:], cu_seqlens_q=cu_prefill, cu_seqlens_k=cu_prefill, max_seqlen_q=prefilled,
+                max_seqlen_k=prefilled, causal=True, softmax_scale=x.scale, out=out[new:],
+            )  # fmt: skip
+            return out
+
+        return call
+
+    return _attention(x, {"tritonattn router": router, "tritonattn path by path": paths}, peers, only, "prefill")
 
 
-_BUILDERS = {"prefill": _prefill, "extend": _extend, "decode": _decode, "spec-decode": _decode, "mla": _mla}
+def _plan(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
+    if row.what == "decode call":
+        return _decode(row, device, peers, only)
+    router = tritonattn.Router(row.heads, row.kv_heads, row.head_size, dtype=torch.bfloat16, device=device, kv_layout="nhd")
+    table = torch.zeros(row.batch, -(-row.seq_len // row.block_size), dtype=torch.int32, device=device)
+
+    def call():
+        return router.plan(row.query_lens, row.seq_lens, table)
+
+    return Case({"tritonattn router.plan": call}, 0.0, 0.0, lambda plan: 0.0, "decode", host=True)
+
+
+def _cache(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
+    x = random_inputs(row, device, cached=True)
+    if row.what == "gather":
+        return _gather(x)
+    tokens = sum(row.seq_lens)
+    slots = (x.block_table.long() * row.block_size)[:, :, None] + torch.arange(row.block_size, device=device)
+    slots = torch.cat([pages.flatten()[:length] for pages, length in zip(slots, row.seq_lens, strict=True)])
+    dtype, latent = x.q.dtype, row.what == "write latent"
+    k = torch.randn(tokens, row.kv_heads, row.head_size, dtype=dtype, device=device)
+    v = k[..., : row.dv] if latent else torch.randn(tokens, row.kv_heads, row.dv, dtype=dtype, device=device)
+
+    def ours(layout):
+        shape = (len(x.k_cache), row.block_size, row.kv_heads, row.head_size)
+        k_cache, v_cache = allocate(layout, *shape, v_head_size=row.dv, dtype=x.k_cache.dtype, device=device)
+
+        def call():
+            if latent:
+                tritonattn.mla_cache_write(k[:, 0, : row.dv], k[:, 0, row.dv :], k_cache, slots)
+            else:
+                tritonattn.reshape_and_cache(
+                    k, v, k_cache, v_cache, slots, kv_layout=layout, k_descale=x.descales[0], v_descale=x.descales[1]
+                )
+            return k_cache, v_cache, layout
+
+        return call
+
+    def indexing():
+        x.k_cache.view(-1, *k.shape[1:])[slots] = k
+        if not latent:
+            x.v_cache.view(-1, *v.shape[1:])[slots] = v
+        return x.k_cache, x.v_cache, "nhd"
+
+    def error(written):
+        caches = to_nhd(*written)
+        pairs = zip(caches, (k, v), x.descales, strict=True)
+        return max(_relative(c.flatten(0, 1)[slots], (new / descale).to(c.dtype)) for c, new, descale in pairs)
+
+    calls = {f"tritonattn {layout}": ours(layout) for layout in (("latent",) if latent else ("nhd", "preshuffled"))}
+    if not row.fp8:
+        calls["torch indexing"] = indexing
+    width = row.head_size if latent else row.head_size + row.dv
+    return Case(calls, 0.0, tokens * row.kv_heads * width * (2 + x.k_cache.itemsize), error, "cache_write")
+
+
+def _gather(x: Inputs) -> Case:
+    row, tokens = x.row, sum(x.row.seq_lens)
+    starts = torch.zeros_like(x.seq_lens)
+    exact = [torch.cat([torch.stack([x.keys(i, h)[part].to(x.q.dtype) for h in range(row.kv_heads)], 1) for i in range(row.batch)])
+             for part in (0, 1)]  # fmt: skip
+
+    def ours(layout):
+        k_cache, v_cache = from_nhd(x.k_cache, x.v_cache, layout)
+        out = tuple(x.q.new_empty(tokens, row.kv_heads, width) for width in (row.head_size, row.dv))
+        return lambda: tritonattn.gather_cache(
+            k_cache, v_cache, x.block_table, starts, x.seq_lens, kv_layout=layout, k_descale=x.descales[0], v_descale=x.descales[1], out=out
+        )
+
+    def error(out):
+        return max(_relative(got, want) for got, want in zip(out, exact, strict=True))
+
+    moved = tokens * row.kv_heads * (row.head_size + row.dv) * (2 + x.k_cache.itemsize)
+    return Case({f"tritonattn {layout}": ours(layout) for layout in ("nhd", "preshuffled")}, 0.0, moved, error, "gather")
+
+
+def _merge(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
+    tokens, heads, width = row.batch * row.seq_len, row.heads, row.head_size
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    parts = [(torch.randn(tokens, heads, width, dtype=dtype, device=device), torch.randn(heads, tokens, device=device)) for _ in (0, 1)]
+    (out_a, lse_a), (out_b, lse_b) = parts
+    out = torch.empty_like(out_a)
+
+    def ours():
+        return tritonattn.merge_attn_states(out_a, lse_a, out_b, lse_b, out=out, return_lse=True)[0]
+
+    def error(merged):
+        share = torch.sigmoid(lse_a - lse_b).T[:, :, None]
+        return _relative(merged, share * out_a + (1 - share) * out_b)
+
+    calls = {"tritonattn": ours, **(peers.merge(out_a, lse_a, out_b, lse_b) if peers else {})}
+    return Case(calls, 0.0, 3 * tokens * heads * (width * out.itemsize + 4), error, "merge")
+
+
+def _relative(got: Tensor, want: Tensor) -> float:
+    """``||got - want|| / ||want||``; NaN where anything is not finite."""
+    return float((got.float() - want.float()).norm() / want.float().norm())
+
+
+_BUILDERS: dict[str, Callable[[Row, torch.device, Peers | None, str], Case]] = {
+    "prefill": _prefill, "extend": _extend, "decode": _decode, "spec-decode": _decode, "mla": _mla, "mixed": _mixed, "cache": _cache,
+    "merge": _merge, "plan": _plan, "cliffs": _decode,
+}  # fmt: skip

@@ -11,11 +11,16 @@ import sys
 import tempfile
 import types
 import zipfile
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from tritonattn.bench.cases import Call, Inputs
+from tritonattn.bench.cases import Call
+from tritonattn.bench.inputs import Inputs
 from tritonattn.plan import power_of_two
 
 BINARIES = {"FA3": "vllm/vllm_flash_attn/_vllm_fa3_C.abi3.so", "FlashMLA": "vllm/_flashmla_C.abi3.so"}
@@ -49,15 +54,16 @@ class Installed:
                 except (OSError, RuntimeError, KeyError) as error:
                     self.missing[name] = str(error).splitlines()[0]
         # FlashMLA's Python side imports its extension module, whose operators are registered by now.
-        vllm = importlib.import_module("vllm")
+        vllm: Any = importlib.import_module("vllm")
         vllm._flashmla_C = sys.modules["vllm._flashmla_C"] = types.ModuleType("vllm._flashmla_C")
 
-    def calls(self, suite: str, x: Inputs) -> dict[str, Call]:
-        if x.row.fp8:
-            return {}
+    def calls(self, x: Inputs) -> dict[str, Call]:
+        row = x.row
         found: dict[str, Call] = {}
-        if suite == "mla":
-            if x.row.query_len == 1:
+        if row.fp8 or row.suite == "cliffs":
+            return {}
+        if row.suite == "mla":
+            if row.query_len == 1:
                 if FLASH_MLA in self._binaries:
                     found[FLASH_MLA] = _flash_mla(x)
                 if self._vllm:
@@ -65,14 +71,38 @@ class Installed:
             return found
         if FA3 in self._binaries:
             found[FA3] = _fa3(x)
-        if suite == "prefill":
-            if self._vllm and x.row.dv == x.row.head_size:  # it writes out of bounds otherwise
+        if self._vllm and row.dv == row.head_size:  # its kernels write out of bounds otherwise
+            if row.suite != "prefill":
+                found[VLLM] = _triton_attn(x)
+            else:
                 found[VLLM_PREFILL] = _vllm_prefill(x)
-            if len(set(x.row.seq_lens)) == 1:
-                found[SDPA] = _sdpa(x)
-        elif self._vllm:
-            found[VLLM] = _triton_attn(x)
+                if not any(length % row.block_size for length in row.seq_lens):
+                    found[VLLM] = _triton_attn(_paged(x))
+        if row.suite == "prefill" and len(set(row.seq_lens)) == 1:
+            found[SDPA] = _sdpa(x)
         return found
+
+    def merge(self, out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> dict[str, Call]:
+        if not self._vllm:
+            return {}
+        merge = importlib.import_module("vllm.v1.attention.ops.triton_merge_attn_states").merge_attn_states
+        out, lse = torch.empty_like(out_a), torch.empty_like(lse_a)
+
+        def call():
+            merge(out, out_a, lse_a, out_b, lse_b, lse)
+            return out
+
+        return {VLLM: call}
+
+
+def _paged(x: Inputs) -> Inputs:
+    """Dense keys and values as pages: sequences of whole pages, one after the other."""
+    size = x.row.block_size
+    pages = [length // size for length in x.row.seq_lens]
+    table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
+    for i, end in enumerate(accumulate(pages)):
+        table[i, : pages[i]] = torch.arange(end - pages[i], end)
+    return replace(x, k_cache=x.k.unflatten(0, (-1, size)), v_cache=x.v.unflatten(0, (-1, size)), block_table=table.to(x.q.device))
 
 
 def _fa3(x: Inputs) -> Call:

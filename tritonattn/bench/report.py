@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,12 @@ def bound(result: dict[str, Any], ceilings: dict[str, float]) -> str:
 
 def rate(result: dict[str, Any], us: float, ceilings: dict[str, float]) -> str:
     """ "512 TFLOP/s 65 %" of the matmul rate, or "4.10 TB/s 95 %" of the copy rate: of what holds the row."""
-    if bound(result, ceilings) == "flops":
-        speed, of, text = result["flops"] / us * 1e6, "matmul_flops", "{:.0f} TFLOP/s"
-    else:
-        speed, of, text = result["bytes"] / us * 1e6, "copy_bytes", "{:.2f} TB/s"
-    share = f" {speed / ceilings[of]:4.0%}" if ceilings else ""
-    return text.format(speed / 1e12) + share
+    kind = bound(result, ceilings)
+    speed = result[kind] / us * 1e6
+    if not speed:
+        return ""
+    share = f" {speed / ceilings['matmul_flops' if kind == 'flops' else 'copy_bytes']:4.0%}" if ceilings else ""
+    return (f"{speed / 1e12:.0f} TFLOP/s" if kind == "flops" else f"{speed / 1e12:.2f} TB/s") + share
 
 
 def table(results: list[dict[str, Any]], ceilings: dict[str, float], base: dict[str, Any] | None = None) -> Table:
@@ -55,7 +56,7 @@ def table(results: list[dict[str, Any]], ceilings: dict[str, float], base: dict[
 
 def _cells(result: dict[str, Any], call: dict[str, Any], ceilings: dict[str, float]) -> list[str]:
     if "refused" in call:
-        return ["-", "", call["refused"][:60], "", "", "", ""]
+        return ["-", "", "", "", "", "", "none"]
     first = next((c["us"] for c in result["calls"].values() if "us" in c), call["us"])
     us, error = call["us"], "NaN" if math.isnan(call["error"]) else f"{call['error']:.1e}"
     return [
@@ -87,18 +88,52 @@ def ratios(results: list[dict[str, Any]]) -> list[str]:
     ]
 
 
-def show(document: dict[str, Any], base: dict[str, Any] | None = None) -> None:
-    console = Console(width=None if Console().is_terminal else 150)
-    machine, ceilings = document["machine"], document["ceilings"]
-    console.print(" · ".join(f"{name} {value}" for name, value in machine.items()), highlight=False)
+def refusals(results: list[dict[str, Any]]) -> list[str]:
+    """Why calls did not run."""
+    return [
+        f"{result['suite']} {result['name']}: {name}: {call['refused']}"
+        for result in results for name, call in result["calls"].items() if "refused" in call
+    ]  # fmt: skip
+
+
+def cliffs(results: list[dict[str, Any]]) -> list[str]:
+    """Neighbouring batch sizes of a `cliffs` row whose time grows faster than the batch by more than half."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for result in results:
+        batch, _, rest = result["name"].partition(" ")
+        first = next(iter(result["calls"].values()))
+        if result["suite"] == "cliffs" and batch[1:].isdigit() and "us" in first:
+            lines.setdefault(rest, []).append((int(batch[1:]), first["us"]))
+    found = []
+    for rest, points in lines.items():
+        for (small, before), (large, after) in pairwise(sorted(points)):
+            if after / before > 1.5 * large / small:
+                found.append(f"cliff: {rest} from B{small} {before:.1f} us to B{large} {after:.1f} us")
+    return found
+
+
+def console() -> Console:
+    return Console() if Console().is_terminal else Console(width=160)
+
+
+def show_machine(document: dict[str, Any]) -> None:
+    out, ceilings = console(), document["ceilings"]
+    out.print(" · ".join(f"{name} {value}" for name, value in document["machine"].items()), highlight=False)
     if ceilings:
         copy, matmul = ceilings["copy_bytes"] / 1e12, ceilings["matmul_flops"] / 1e12
-        console.print(f"copy {copy:.2f} TB/s, read and written · matmul {matmul:.0f} TFLOP/s")
+        out.print(f"copy {copy:.2f} TB/s, read and written · matmul {matmul:.0f} TFLOP/s")
+    for name, why in document["missing peers"].items():
+        out.print(f"no {name}: {why}", highlight=False)
     if document["meaningless"]:
-        console.print("[yellow]interpreter or tiny sizes: the times mean nothing")
-    console.print(table(document["results"], ceilings, base))
-    for line in ratios(document["results"]):
-        console.print(line, highlight=False)
+        out.print("[yellow]tiny sizes: the times mean nothing")
+
+
+def show(document: dict[str, Any], base: dict[str, Any] | None = None) -> None:
+    show_machine(document)
+    out = console()
+    out.print(table(document["results"], document["ceilings"], base))
+    for line in (*refusals(document["results"]), *ratios(document["results"]), *cliffs(document["results"])):
+        out.print(line, highlight=False, markup=False)
 
 
 def load(path: str) -> dict[str, Any]:

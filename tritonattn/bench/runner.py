@@ -1,28 +1,30 @@
-"""One row: build, check, time."""
+"""One row: build, check, time; as it is, or with values of its tuning row replaced."""
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from tritonattn.bench.cases import Case, Peers, build
+from tritonattn.bench.cases import Call, Case, Peers, build
 from tritonattn.bench.rows import Row
 from tritonattn.bench.timing import measure, reason
-from tritonattn.tuning.arch import assume, detect
+from tritonattn.tuning.arch import Arch, assume, detect
+from tritonattn.tuning.table import Row as TableRow
 from tritonattn.tuning.table import pin, watch
 
-TOLERANCE = 0.02  # relative error over the sample; bfloat16 lands near 2e-3, fp8 caches too, since they are compared as stored
+TOLERANCE = 0.02  # relative error over the sample; bfloat16 lands near 2e-3, and fp8 is compared with what is stored
 
 Config = dict[str, Any]
 
 
 def parse_config(text: str) -> Config:
-    """"BLOCK_N=64,form=tile" -> {"BLOCK_N": 64, "form": "tile"}."""
+    """From "BLOCK_N=64,form=tile,combine.BLOCK_S=8" the mapping that it says."""
     config: Config = {}
     for part in filter(None, text.split(",")):
         key, equals, value = part.partition("=")
@@ -35,33 +37,50 @@ def parse_config(text: str) -> Config:
     return config
 
 
-def run_row(row: Row, device: torch.device, peers: Peers | None, config: Config) -> dict[str, Any]:
-    """The JSON of a row: its work, and per call the time and the error or the reason why it did not run."""
+def table_rows(call: Call, arch: Arch) -> dict[str, TableRow]:
+    """The row of each kernel that the call looks up; nothing from where it fails on."""
+    watched, seen = watch(arch)
+    with assume(watched), suppress(Exception):  # what fails here fails again where it is recorded
+        call()
+    return dict(seen)
+
+
+def pinned(arch: Arch, config: Config, kernel: str, used: dict[str, TableRow]) -> Arch:
+    """An arch on which `config` is laid over the table rows in use. Keys are those of `kernel`, or KERNEL.KEY."""
+    changes: dict[str, Config] = {}
+    for key, value in config.items():
+        of, _, name = key.rpartition(".")
+        changes.setdefault(of or kernel, {})[name] = value
+    return pin(arch, **{of: {**(used[of].config if of in used else {}), **change} for of, change in changes.items()})
+
+
+def run_row(row: Row, device: torch.device, peers: Peers | None, config: Config, only: str = "") -> dict[str, Any]:
+    """The JSON of a row: its work, and per call the time and the error, or the reason why it did not run."""
+    head: dict[str, Any] = {"suite": row.suite, "name": row.name}
     try:
-        case = build(row, device, peers)
-    except (AttributeError, ImportError, torch.OutOfMemoryError, ValueError) as error:
-        return {"suite": row.suite, "name": row.name, "flops": 0.0, "bytes": 0.0, "calls": {"tritonattn": {"refused": reason(error)}}}
-    arch, used = watch(detect(device))
-    with assume(arch), suppress(Exception):  # what fails here fails again below, where it is recorded
-        next(iter(case.calls.values()))()
-    if config:
-        base = dict(used)[case.kernel].config if case.kernel in dict(used) else {}
-        arch = pin(arch, **{case.kernel: {**base, **config}})
-    with assume(arch):
+        case = build(row, device, peers, only)
+    except (AttributeError, ImportError, torch.OutOfMemoryError, ValueError, TypeError) as error:
+        return {**head, "flops": 0.0, "bytes": 0.0, "calls": {"tritonattn": {"refused": reason(error)}}}
+    arch = detect(device)
+    used = table_rows(next(iter(case.calls.values())), arch)
+    with assume(pinned(arch, config, case.kernel, used)):
         calls = time_case(case, device)
-    result = {
-        "suite": row.suite, "name": row.name, "flops": case.flops, "bytes": case.bytes, "calls": calls,
-        "table rows": {kernel: row.where for kernel, row in used},
-    }  # fmt: skip
+    where = {kernel: found.where for kernel, found in used.items()}
+    result = {**head, "flops": case.flops, "bytes": case.bytes, "table rows": where, "calls": calls}
     del case
-    if device.type == "cuda":
-        gc.collect()
-        torch.cuda.empty_cache()
+    release(device)
     return result
 
 
-def time_case(case: Case, device: torch.device) -> dict[str, dict[str, Any]]:
-    """Errors first, then the times of those that ran."""
+def release(device: torch.device) -> None:
+    """Give the memory of a finished row back, graphs' private pools among it."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def time_case(case: Case, device: torch.device, hopeless: float = math.inf) -> dict[str, dict[str, Any]]:
+    """Errors first, then the times of the calls that ran."""
     found: dict[str, dict[str, Any]] = {}
     for name, call in case.calls.items():
         try:
@@ -70,7 +89,8 @@ def time_case(case: Case, device: torch.device) -> dict[str, dict[str, Any]]:
             found[name] = {"refused": reason(problem)}
         else:
             found[name] = {"error": error, "wrong": not error <= TOLERANCE}
-    times, refused = measure({name: call for name, call in case.calls.items() if "error" in found[name]}, device)
+    runs = {name: call for name, call in case.calls.items() if "error" in found[name]}
+    times, refused = measure(runs, device, host=case.host, hopeless=hopeless)
     for name, why in refused.items():
         found[name] = {"refused": why}
     for name, timing in times.items():

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from tritonattn.bench.cases import Inputs
+    from tritonattn.bench.inputs import Inputs
 
 ROWS = 8  # of each sequence and head looked at
 
@@ -24,7 +24,7 @@ def sample_error(x: Inputs, out: Tensor) -> float:
     sequences = _some(len(x.row.seq_lens), 3)
     difference = norm = 0.0
     for sequence in sequences:
-        begin, count, length = int(x.cu_seqlens_q[sequence]), x.query_lens[sequence], x.row.seq_lens[sequence]
+        begin, count, length = int(x.cu_seqlens_q[sequence]), x.row.query_lens[sequence], x.row.seq_lens[sequence]
         queries = torch.tensor(_some(count, ROWS), device=out.device)
         for head in _some(x.row.heads, 3):
             k, v = x.keys(sequence, head * x.row.kv_heads // x.row.heads)

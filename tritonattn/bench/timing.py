@@ -7,10 +7,12 @@ Contenders take turns, so that a clock that drifts moves all of them.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -29,7 +31,7 @@ class Timing:
     high: float
     eager_us: float  # one of many eager calls in a row, whichever of host and device is slower
     host_us: float  # until such a call has returned
-    how: str  # "graph", "events", or "interpreter": wall time without a meaning
+    how: str  # "graph", "events", "host", or "interpreter": wall time without a meaning
 
     @property
     def spread(self) -> float:
@@ -37,18 +39,28 @@ class Timing:
         return (self.high - self.low) / self.us if self.us else 0.0
 
 
-def measure(calls: dict[str, Callable[[], object]], device: torch.device) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Times of the calls, and for those that raised the reason why there is none."""
+def measure(
+    calls: dict[str, Callable[[], object]], device: torch.device, *, host: bool = False, hopeless: float = math.inf
+) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Times of the calls, and for those that raised the reason why there is none.
+
+    host: time the host alone. hopeless: calls slower than the fastest by this factor after the first round are timed no further.
+    """
     refused: dict[str, str] = {}
     clocks: dict[str, _Clock] = {}
+    kind: type[_Clock] = _InterpreterClock if device.type != "cuda" else _HostClock if host else _DeviceClock
     for name, call in calls.items():
         try:
-            clocks[name] = _Clock(call) if device.type == "cuda" else _WallClock(call)
+            clocks[name] = kind(call)
+            clocks[name].sample()
         except Exception as error:  # a peer may raise anything, and the row goes on without it
             refused[name] = reason(error)
-    for _ in range(ROUNDS if device.type == "cuda" else 1):
+            clocks.pop(name, None)
+    fastest = min((clock.median for clock in clocks.values()), default=0.0)
+    for _ in range(kind.rounds - 1):
         for clock in clocks.values():
-            clock.sample()
+            if clock.median <= fastest * hopeless:
+                clock.sample()
     return {name: clock.result() for name, clock in clocks.items()}, refused
 
 
@@ -57,22 +69,57 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
 
-class _WallClock:
+class _Clock:
+    """Samples of the time of a call, in microseconds."""
+
+    rounds = 1
+    how = "interpreter"
+
     def __init__(self, call: Callable[[], object]):
         self.call = call
         self.samples: list[float] = []
+        self.eager_us = self.host_us = 0.0
 
+    def sample(self) -> None:
+        raise NotImplementedError
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.samples)
+
+    def result(self) -> Timing:
+        ordered = sorted(self.samples)
+        low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
+        return Timing(self.median, low, high, self.eager_us or self.median, self.host_us or self.median, self.how)
+
+
+class _InterpreterClock(_Clock):
     def sample(self) -> None:
         begin = time.perf_counter()
         self.call()
         self.samples.append((time.perf_counter() - begin) * 1e6)
 
-    def result(self) -> Timing:
-        us = statistics.median(self.samples)
-        return Timing(us, us, us, us, us, "interpreter")
+
+class _HostClock(_Clock):
+    """Until the call returns, with an idle device and few calls queued."""
+
+    rounds = ROUNDS
+    how = "host"
+
+    def sample(self) -> None:
+        for _ in range(10):
+            self.call()
+            torch.cuda.synchronize()
+            for _ in range(10):
+                begin = time.perf_counter()
+                self.call()
+                self.samples.append((time.perf_counter() - begin) * 1e6)
+        torch.cuda.synchronize()
 
 
-class _Clock(_WallClock):
+class _DeviceClock(_Clock):
+    rounds = ROUNDS
+
     def __init__(self, call: Callable[[], object]):
         super().__init__(call)
         call()  # compiles
@@ -86,9 +133,8 @@ class _Clock(_WallClock):
             self.graph = _capture(call, self.per_graph)
         if self.graph is not None:
             estimate = self._events(self.graph.replay, 1)
-        else:
-            self.flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
-            self.flushes = 1 + round(self.host_us / 50)  # one takes that long or longer
+        self.how = "events" if self.graph is None else "graph"
+        self.flushes = 1 + round(self.host_us / 50)  # one takes that long or longer
         self.repeats = min(max(round(ROUND_SECONDS * 1e6 / estimate), 3), 200)
 
     def sample(self) -> None:
@@ -96,19 +142,13 @@ class _Clock(_WallClock):
         for begin, end in events:
             if self.graph is None:
                 for _ in range(self.flushes):
-                    self.flush.zero_()
+                    _flush_buffer().zero_()
             begin.record()
             self.call() if self.graph is None else self.graph.replay()
             end.record()
         torch.cuda.synchronize()
         calls = 1 if self.graph is None else self.per_graph
         self.samples += [begin.elapsed_time(end) * 1e3 / calls for begin, end in events]
-
-    def result(self) -> Timing:
-        ordered = sorted(self.samples)
-        low, high = (ordered[round(share * (len(ordered) - 1))] for share in (0.2, 0.8))
-        how = "events" if self.graph is None else "graph"
-        return Timing(statistics.median(ordered), low, high, self.eager_us, self.host_us, how)
 
     @staticmethod
     def _events(call: Callable[[], object], count: int) -> float:
@@ -129,6 +169,11 @@ class _Clock(_WallClock):
         torch.cuda.synchronize()
         done = time.perf_counter()
         return (done - begin) / count * 1e6, (queued - begin) / count * 1e6
+
+
+@cache
+def _flush_buffer() -> torch.Tensor:
+    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device="cuda")
 
 
 def _capture(call: Callable[[], object], count: int) -> torch.cuda.CUDAGraph | None:
