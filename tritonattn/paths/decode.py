@@ -7,7 +7,7 @@ kernel; `decode_wave` is the one for CDNA.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import triton
@@ -24,16 +24,7 @@ from tritonattn.tile.kv_load import descale, load_2d, upcast
 from tritonattn.tuning.table import Row
 from tritonattn.paths import launch
 from tritonattn.paths.combine import run_combine
-
-
-@triton.jit
-def split_bounds(lo, hi, split, splits, BLOCK_N: tl.constexpr):
-    """The `split`-th of `splits` near-equal runs of whole tiles that cover the keys [lo, hi)."""
-    first = lo // BLOCK_N
-    tiles = tl.cdiv(hi, BLOCK_N) - first
-    begin = (first + (tiles.to(tl.int64) * split // splits).to(tl.int32)) * BLOCK_N
-    end = (first + (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)) * BLOCK_N
-    return begin, tl.minimum(end, hi)
+from tritonattn.paths.decode_wave import launch_wave
 
 
 @triton.jit
@@ -163,7 +154,7 @@ def decode(
     diag = k_len - q_len
     row_last = tl.minimum(row0 + ROWS, q_len * GROUP) - 1
     lo, hi = mask.visible(row0 // GROUP, row_last // GROUP, diag, k_len, window_left, window_right)
-    begin, end = split_bounds(lo, hi, split, splits, BLOCK_N)
+    begin, end = mask.split_bounds(lo, hi, split, splits, BLOCK_N)
     lo = tl.maximum(lo, begin)
     hi = tl.where(split < splits, end, begin)
     row_lo, row_hi = mask.row_limits(query, diag, k_len, window_left, window_right)
@@ -285,8 +276,10 @@ def run_decode(
     vec, vec_q, vec_out = launch.vec_width(cache.k, cache.v), launch.vec_width(q), launch.vec_width(out)
     left, right = window(params)
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
+    grid = (problem.num_kv_heads * plan.row_blocks, splits, num_seqs)
+    start = partial(launch_wave, grid) if plan.row.config["form"] == "wave" and vec > 1 else decode[grid]
     with launch.on(q):
-        decode[(problem.num_kv_heads * plan.row_blocks, splits, num_seqs)](
+        start(
             out, lse, part_out, part_lse,
             q, cache.k, cache.v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
             cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,

@@ -48,3 +48,13 @@ def tile_mask(keys, row_lo, row_hi, WINDOW_LEFT: tl.constexpr):
         return (keys < row_hi) & (keys >= row_lo)
     else:
         return keys < row_hi
+
+
+@triton.jit
+def split_bounds(lo, hi, split, splits, BLOCK_N: tl.constexpr):
+    """The `split`-th of `splits` near-equal runs of whole tiles that cover the keys [lo, hi)."""
+    first = lo // BLOCK_N
+    tiles = tl.cdiv(hi, BLOCK_N) - first
+    begin = (first + (tiles.to(tl.int64) * split // splits).to(tl.int32)) * BLOCK_N
+    end = (first + (tiles.to(tl.int64) * (split + 1) // splits).to(tl.int32)) * BLOCK_N
+    return begin, tl.minimum(end, hi)

@@ -102,3 +102,22 @@ def merge_weights(lse_a, lse_b):
     total = a + b
     inverse, lse = finish(shift, total)
     return a * inverse, b * inverse, lse
+
+
+@triton.jit
+def rejoin(m, l):
+    """Partial states [parts, rows] of the same rows: (weight [parts, rows], m [rows], l [rows]); acc adds up after times its weight."""
+    m_all = tl.max(m, 0)
+    weight = tl.math.exp2(m - safe_max(m_all)[None, :])
+    return weight, m_all, tl.sum(l * weight, 0)
+
+
+@triton.jit
+def online_step_wide(s, m, l, factor, MASKED: tl.constexpr):
+    """`online_step` whose sum stays apart: l has the shape of s, and is added up over the keys after the loop, once."""
+    axis: tl.constexpr = len(s.shape) - 1
+    m_new = tl.maximum(m, tl.max(s, axis) * factor)
+    shift = safe_max(m_new) if MASKED else m_new
+    p = tl.math.exp2(s * factor - tl.expand_dims(shift, axis))
+    alpha = tl.math.exp2(m - shift)
+    return p, alpha, m_new, l * tl.expand_dims(alpha, axis) + p

@@ -1,0 +1,268 @@
+"""Decode for CDNA: every wave owns its own tokens, and K, V and P never touch LDS.
+
+The same work as `decode`, program by program, so that the plan and `combine` serve both. The products are 3-D batched dots whose batch
+dimension is the wave: each wave keeps a softmax state of its own over its own tokens and meets no barrier; the states merge once, after
+the loop. K and V come from memory in operand order (`tile.wave_load`).
+"""
+
+import triton
+import triton.language as tl
+
+from tritonattn.tile import mask, softmax
+from tritonattn.tile.kv_load import descale, upcast
+from tritonattn.tile.wave_load import column_of, load_k_plain, load_k_preshuffled, load_v_plain, load_v_preshuffled, wave_tokens
+from tritonattn.tuning.codegen import hot_loops
+
+MERGE_BYTES = tl.constexpr(16384)  # LDS that the final merge may take, so that registers alone set the occupancy
+
+
+@triton.jit
+def load_k(
+    k, table, n0, lo, hi, stride_block, stride_token,
+    D_START: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SHUFFLED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    if SHUFFLED:
+        return load_k_preshuffled(k, table, n0, lo, hi, stride_block, D_START, D, WIDTH, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+    else:
+        return load_k_plain(k, table, n0, lo, hi, stride_block, stride_token, D_START, D, WIDTH, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+
+
+@triton.jit
+def load_v(
+    v, table, n0, lo, hi, stride_block, stride_token,
+    D_START: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, SHUFFLED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    if SHUFFLED:
+        return load_v_preshuffled(v, table, n0, lo, hi, stride_block, DV, D_START, WIDTH, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+    else:
+        return load_v_plain(v, table, n0, lo, hi, stride_block, stride_token, DV, D_START, WIDTH, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+
+
+@triton.jit
+def attend_tile(
+    q0, q1, acc0, acc1, m, l, k, v, table, n0, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap,
+    stride_k_block, stride_k_token, stride_v_block, stride_v_token,
+    D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
+    SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr, SHUFFLED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    X: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
+    CHEAP_P: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Keys [n0, n0 + WAVES * TOKENS) into the state, TOKENS to each wave."""
+    k0 = load_k(k, table, n0, lo, hi, stride_k_block, stride_k_token, 0, D, D0, SHUFFLED, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+    s = tl.dot(q0, tl.permute(upcast(k0, COMPUTE), (0, 2, 1)), input_precision="ieee")
+    if D1 > 0:
+        k1 = load_k(k, table, n0, lo, hi, stride_k_block, stride_k_token, D0, D, D1, SHUFFLED, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+        s = tl.dot(q1, tl.permute(upcast(k1, COMPUTE), (0, 2, 1)), s, input_precision="ieee")
+    v0 = load_v(v, table, n0, lo, hi, stride_v_block, stride_v_token, 0, DV, V0, SHUFFLED, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+
+    keys = n0 + (tl.arange(0, WAVES) * TOKENS)[:, None, None] + wave_tokens(TOKENS, X, SHUFFLED)[None, None, :]
+    s, factor = softmax.modify_scores(s, factor, softcap, slope[None, :, None], keys - row_position[None, :, None], SOFTCAP, ALIBI)
+    if MASKED:
+        seen = mask.tile_mask(keys, row_lo[None, :, None], row_hi[None, :, None], WINDOW_LEFT)
+        s = tl.where(seen, s, softmax.NEG_INF)
+    p, alpha, m, l = softmax.online_step_wide(s, m, l, factor, MASKED)
+    p = softmax.round_p(p, COMPUTE, CHEAP_P)
+    acc0 = tl.dot(p, upcast(v0, COMPUTE), acc0 * alpha[:, :, None], input_precision="ieee")
+    if V1 > 0:
+        v1 = load_v(v, table, n0, lo, hi, stride_v_block, stride_v_token, V0, DV, V1, SHUFFLED, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+        acc1 = tl.dot(p, upcast(v1, COMPUTE), acc1 * alpha[:, :, None], input_precision="ieee")
+    return acc0, acc1, m, l
+
+
+@triton.jit
+def store_merged(
+    out, rows, row_ok, acc, scale, D_START: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr,
+    SHUFFLED: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, WAVES: tl.constexpr,
+):  # fmt: skip
+    """The sum of `acc` [WAVES, ROWS, COUNT] over the waves times `scale`, in slices whose exchange fits MERGE_BYTES of LDS."""
+    if WAVES * ROWS * COUNT * 4 > MERGE_BYTES:
+        HALF: tl.constexpr = COUNT // 2
+        a, b = acc.reshape(WAVES, ROWS, 2, HALF).permute(0, 1, 3, 2).split()
+        store_merged(out, rows, row_ok, a, scale, D_START, HALF, WIDTH, VALID, SHUFFLED, X, ROWS, WAVES)
+        store_merged(out, rows, row_ok, b, scale, D_START + HALF, HALF, WIDTH, VALID, SHUFFLED, X, ROWS, WAVES)
+    else:
+        o = tl.sum(acc, 0) * scale[:, None]
+        columns = D_START + tl.arange(0, COUNT)
+        if not SHUFFLED:
+            columns = column_of(columns, WIDTH, X)
+        ok = row_ok[:, None] & (columns < VALID)[None, :]
+        tl.store(out + rows[:, None] + columns[None, :], o.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit(
+    do_not_specialize=[
+        "k_cache", "v_cache",  # else a cache above 2 GiB would compile anew; their alignment comes with VEC
+        "stride_q_token", "stride_q_head", "stride_k_block", "stride_k_token", "stride_k_head", "stride_v_block", "stride_v_token",
+        "stride_v_head", "stride_out_token", "stride_out_head", "stride_lse_head", "stride_table", "stride_q_descale",
+        "stride_k_descale", "stride_v_descale", "num_splits", "max_seqlen_q", "row_blocks", "window_left", "window_right",
+    ],
+)  # fmt: skip
+def decode_wave(
+    # outputs; part_*: [num_seqs * max_seqlen_q, num_splits, heads, (DV)] where there is more than one split, LSE in log2 units
+    out, lse, part_out, part_lse,
+    # inputs
+    q, k_cache, v_cache, sinks, alibi_slopes, q_descale, k_descale, v_descale,
+    # metadata, int32; None: sequence i has the i-th max_seqlen_q query tokens / all sequences / num_splits for each
+    cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+    # strides, in units of VEC elements but for lse, table and descales
+    stride_q_token, stride_q_head, stride_k_block, stride_k_token, stride_k_head, stride_v_block, stride_v_token, stride_v_head,
+    stride_out_token, stride_out_head, stride_lse_head, stride_table, stride_q_descale, stride_k_descale, stride_v_descale,
+    # scalars
+    num_splits, max_seqlen_q, row_blocks, qk_scale, out_scale, softcap, window_left, window_right,
+    # problem
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
+    VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
+    # tile
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, WAVES: tl.constexpr, ORD: tl.constexpr, CHEAP_P: tl.constexpr,
+):  # fmt: skip
+    TOKENS: tl.constexpr = BLOCK_N // WAVES  # of a tile, for each wave
+    kv_head = tl.program_id(0) // row_blocks
+    row0 = tl.program_id(0) % row_blocks * ROWS
+    split = tl.program_id(1)
+    slot = tl.program_id(2)
+    seq = slot
+    if seq_ids is not None:
+        seq = tl.load(seq_ids + slot)
+    k_len = tl.load(seq_lens + seq)
+    if cu_seqlens_q is None:
+        q_start = seq * max_seqlen_q
+        q_len = max_seqlen_q
+    else:
+        q_start = tl.load(cu_seqlens_q + seq)
+        q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
+    if row0 >= q_len * GROUP:
+        return
+    splits = num_splits
+    if seq_splits is not None:
+        splits = tl.load(seq_splits + slot)
+
+    rows = row0 + tl.arange(0, ROWS)
+    query = rows // GROUP
+    head = kv_head * GROUP + rows % GROUP
+    row_ok = query < q_len
+    tokens = (q_start + query).to(tl.int64)
+    part = ((slot.to(tl.int64) * max_seqlen_q + query) * num_splits + split) * NUM_HEADS + head
+    diag = k_len - q_len
+    row_first = row0 // GROUP
+    row_last = (tl.minimum(row0 + ROWS, q_len * GROUP) - 1) // GROUP
+    lo, hi = mask.visible(row_first, row_last, diag, k_len, window_left, window_right)
+    begin, end = mask.split_bounds(lo, hi, split, splits, BLOCK_N)
+    lo = tl.maximum(lo, begin)
+    hi = tl.where(split < splits, end, begin)
+    if SPLIT:
+        if (split > 0) & (lo >= hi):
+            tl.store(part_lse + part, tl.full([ROWS], softmax.NEG_INF, tl.float32), mask=row_ok)
+            return
+    row_lo, row_hi = mask.row_limits(query, diag, hi, window_left, window_right)
+    begin, inner_begin, inner_end = mask.split_loops(row_first, row_last, diag, hi, window_left, window_right, lo, hi, BLOCK_N)
+    inner_begin = tl.maximum(inner_begin, begin)  # a split may begin past the left edge, or past the last unmasked tile
+    inner_end = tl.maximum(inner_end, inner_begin)
+
+    waves = tl.arange(0, WAVES)
+    q_rows = (tokens * stride_q_token + head * stride_q_head) * VEC_Q
+    q_wave = q_rows[None, :, None] + (waves * 0)[:, None, None]
+    d0 = tl.arange(0, D0)
+    q0 = upcast(tl.load(q + q_wave + d0[None, None, :], mask=row_ok[None, :, None], other=0.0), COMPUTE)
+    q1 = q0
+    acc0 = tl.zeros([WAVES, ROWS, V0], tl.float32)
+    acc1 = acc0
+    if D1 > 0:
+        d1 = D0 + tl.arange(0, D1)
+        q1 = upcast(tl.load(q + q_wave + d1[None, None, :], mask=row_ok[None, :, None] & (d1 < D)[None, None, :], other=0.0), COMPUTE)
+    if V1 > 0:
+        acc1 = tl.zeros([WAVES, ROWS, V1], tl.float32)
+    m = tl.full([WAVES, ROWS], softmax.NEG_INF, tl.float32)
+    l = tl.zeros([WAVES, ROWS, TOKENS], tl.float32)
+    if sinks is not None:  # a key of its own, which the first wave of the first split sees
+        owner = (waves == 0)[:, None] & (split == 0) & row_ok[None, :]
+        sink = tl.load(sinks + head, mask=row_ok, other=0.0).to(tl.float32) * softmax.LOG2E
+        m = tl.where(owner, sink[None, :], m)
+        l = tl.where(owner[:, :, None] & (tl.arange(0, TOKENS) == 0)[None, None, :], 1.0, l)
+    slope = tl.zeros([ROWS], tl.float32)
+    if alibi_slopes is not None:
+        slope = tl.load(alibi_slopes + head, mask=row_ok, other=0.0).to(tl.float32)
+    scale = qk_scale * descale(q_descale, kv_head, stride_q_descale) * descale(k_descale, kv_head, stride_k_descale)
+
+    ALIGN: tl.constexpr = VEC * k_cache.dtype.element_ty.primitive_bitwidth // 8
+    table = block_table + seq.to(tl.int64) * stride_table
+    k = tl.multiple_of(k_cache + kv_head.to(tl.int64) * stride_k_head * VEC, ALIGN)
+    v = tl.multiple_of(v_cache + kv_head.to(tl.int64) * stride_v_head * VEC, ALIGN)
+    k_block = stride_k_block.to(tl.int64) * VEC
+    v_block = stride_v_block.to(tl.int64) * VEC
+    left = (inner_begin - begin) // BLOCK_N
+    edges = left + tl.cdiv(tl.maximum(hi - inner_end, 0), BLOCK_N)
+    for i in tl.range(0, edges, num_stages=NUM_STAGES):
+        n = tl.where(i < left, begin + i * BLOCK_N, inner_end + (i - left) * BLOCK_N)
+        acc0, acc1, m, l = attend_tile(
+            q0, q1, acc0, acc1, m, l, k, v, table, n, lo, hi, row_lo, row_hi, slope, query + diag, scale, softcap,
+            k_block, stride_k_token * VEC, v_block, stride_v_token * VEC, D0, D1, D, V0, V1, DV, SOFTCAP, alibi_slopes is not None,
+            WINDOW_LEFT, SHUFFLED, BLOCK_SIZE, X, True, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE,
+        )  # fmt: skip
+    for n in tl.range(inner_begin, inner_end, BLOCK_N, num_stages=NUM_STAGES):
+        acc0, acc1, m, l = attend_tile(
+            q0, q1, acc0, acc1, m, l, k, v, table, n, lo, hi, row_lo, row_hi, slope, query + diag, scale, softcap,
+            k_block, stride_k_token * VEC, v_block, stride_v_token * VEC, D0, D1, D, V0, V1, DV, SOFTCAP, alibi_slopes is not None,
+            WINDOW_LEFT, SHUFFLED, BLOCK_SIZE, X, False, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE,
+        )  # fmt: skip
+
+    weight, m, l = softmax.rejoin(m, tl.sum(l, 2))
+    inverse, lse_row = softmax.finish(m, l)
+    inverse = inverse * out_scale * descale(v_descale, kv_head, stride_v_descale)
+    if SPLIT:
+        target = part_out
+        out_rows = part * DV
+        out_ok = row_ok & (lse_row != softmax.NEG_INF)
+        tl.store(part_lse + part, lse_row, mask=row_ok)
+    else:
+        target = out
+        out_rows = (tokens * stride_out_token + head * stride_out_head) * VEC_OUT
+        out_ok = row_ok
+        if lse is not None:
+            tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)
+    store_merged(target, out_rows, out_ok, acc0 * weight[:, :, None], inverse, 0, V0, V0, DV, SHUFFLED, X, ROWS, WAVES)
+    if V1 > 0:
+        store_merged(target + V0, out_rows, out_ok, acc1 * weight[:, :, None], inverse, 0, V1, V1, DV - V0, SHUFFLED, X, ROWS, WAVES)
+
+
+def lds_traffic(assembly):
+    """LDS reads and writes in the hot loops."""
+    return sum(sum(loop.lds_reads.values()) + sum(loop.lds_writes.values()) for loop in hot_loops(assembly))
+
+
+_order = {}
+
+
+def pick_order(kernel, grid, args, meta):
+    """The operand order that this Triton build turns into loads without LDS traffic: compile both, look, keep one per target.
+
+    Which of two equally good dimension orders a build prefers is a tie-break that has changed with versions and differs between
+    builds of one version, so the compiled code decides.
+    """
+    if not isinstance(kernel, triton.runtime.JITFunction):  # the interpreter lays nothing out
+        return 0
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend != "hip":
+        return 0
+    key = target.arch, meta["SHUFFLED"]
+    if key not in _order:
+        _order[key] = min((0, 1), key=lambda order: lds_traffic(kernel.warmup(*args, grid=grid, ORD=order, **meta).asm["amdgcn"]))
+    return _order[key]
+
+
+def launch_wave(grid, *args, **meta):
+    """`decode[grid](*args, **meta)` in the form of this file: takes what `decode` takes and settles the rest of the constexprs."""
+    x = meta["X"]
+    meta["WAVES"] = meta["num_warps"]
+    meta.setdefault("CHEAP_P", False)
+    if meta["D1"]:  # a lane group takes 16 bytes of a row, and there are four of them
+        meta["D1"] = max(meta["D1"], 4 * x)
+    if not meta["SHUFFLED"]:
+        if meta["V1"]:  # 16 lanes share a row, with no less than four bytes each
+            meta["V1"] = max(meta["V1"], 4 * x)
+        elif meta["V0"] > 16 * x:  # wider than their 16 bytes each: two parts, which spares registers
+            meta["V0"] = meta["V1"] = meta["V0"] // 2
+    decode_wave[grid](*args, ORD=pick_order(decode_wave, grid, args, meta), **meta)
