@@ -7,8 +7,12 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
-TRITON_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+# What the matrix products run in. Triton's interpreter multiplies the bits of bfloat16 as integers: there it is widened.
+TRITON_DTYPES = {
+    torch.bfloat16: tl.float32 if knobs.runtime.interpret else tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32,
+}  # fmt: skip
 _NOWHERE: AbstractContextManager = nullcontext()
 
 
