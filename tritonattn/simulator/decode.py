@@ -101,6 +101,11 @@ def _dpp_source(mods):
     """Which lane each lane reads; None where there is none."""
     def take(key):
         return key in mods and mods.pop(key)
+
+    if take("row_mirror"):
+        return [lane ^ 15 for lane in range(64)]
+    if take("row_half_mirror"):
+        return [lane ^ 7 for lane in range(64)]
     if q := take("quad_perm"):
         q = _list(q)
         return [(lane & ~3) + q[lane & 3] for lane in range(64)]
@@ -118,12 +123,7 @@ def _dpp_source(mods):
 
 
 def _dpp(inst, mods, maps):
-    if mods.pop("row_mirror", None):
-        source = [lane ^ 15 for lane in range(64)]
-    elif mods.pop("row_half_mirror", None):
-        source = [lane ^ 7 for lane in range(64)]
-    else:
-        source = _dpp_source(mods)
+    source = _dpp_source(mods)
     rows, banks = _int(mods.pop("row_mask", "0xf")), _int(mods.pop("bank_mask", "0xf"))
     enabled = _bits([rows >> lane // 16 & 1 and banks >> lane // 4 % 4 & 1 for lane in range(64)])
     inst.flags |= IS_DPP

@@ -39,7 +39,7 @@ class Kernel:
 _REQUIRED = {"float_round_mode_32": 0, "float_round_mode_16_64": 0, "float_denorm_mode_32": 3, "float_denorm_mode_16_64": 3, "dx10_clamp": 1,
              "fp16_overflow": 0, "user_sgpr_kernarg_segment_ptr": 1, "system_sgpr_workgroup_info": 0, "uses_dynamic_stack": 0}
 _BARE = {"s_endpgm", "s_barrier", "s_waitcnt", "s_nop", "s_setprio", "s_sleep", "s_sethalt", "s_trap"}
-_FLAGS = {"offen", "idxen", "lds", "glc", "slc", "nt", "sc0", "sc1", "clamp", "gds"}
+_FLAGS = {"offen", "idxen", "lds", "glc", "slc", "nt", "sc0", "sc1", "clamp", "gds", "row_mirror", "row_half_mirror"}
 
 
 def _split(text):

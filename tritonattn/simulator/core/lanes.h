@@ -88,6 +88,7 @@ static void run_mad64(Wave *w, const Inst *i) {
 }
 
 // Division in three steps: scale by 2^64 where the quotient would leave the normal range, fused steps, then the special cases.
+static int is_denormal(f32 x) { return x != 0 && fabsf(x) < 0x1p-126f; }
 static void run_div_scale(Wave *w, const Inst *i) {
     u32 buf[3][LANES], r[LANES]; Shadow t[3]; u64 flag = 0, e = exec_of(w);
     const u32 *s[3];
@@ -99,11 +100,11 @@ static void run_div_scale(Wave *w, const Inst *i) {
         else if (en - ed >= 96) { f = 1; if (x == den) x = ldexpf(x, 64); }
         else if (ed == 0) x = ldexpf(x, 64);
         else {
-            int small_inverse = fabs(1 / (f64)den) < 0x1p-126, small_quotient = fabs(num / (f64)den) < 0x1p-126;
-            if (small_inverse && small_quotient) { f = 1; if (x == den) x = ldexpf(x, 64); }
+            int small_inverse = is_denormal(1 / den), small_quotient = is_denormal(num / den);
+            if (small_inverse && small_quotient) { f = 1; if (x == den) x = ldexpf(x, -64); }   // published as +64, which overflows
             else if (small_inverse) x = ldexpf(x, -64);
             else if (small_quotient) { f = 1; if (x == num) x = ldexpf(x, 64); }
-            else if (en <= 23) { f = 1; x = ldexpf(x, 64); }
+            else if (en <= 23) x = ldexpf(x, 64);
         }
         r[l] = bits(x); flag |= (u64)f << l;
     }
@@ -127,7 +128,12 @@ static void run_div_fixup(Wave *w, const Inst *i) {
     EACH_LANE(l) {
         f32 q = flt(s[0][l]), den = flt(s[1][l]), num = flt(s[2][l]);
         if (!isfinite(den) || !isfinite(num) || den == 0 || num == 0) r[l] = bits(num / den);
-        else r[l] = (bits(q) & 0x7FFFFFFF) | ((s[1][l] ^ s[2][l]) & 0x80000000);
+        else {
+            u32 sign = (s[1][l] ^ s[2][l]) & 0x80000000, mag = bits(q) & 0x7FFFFFFF;
+            if ((int)(s[2][l] >> 23 & 255) - (int)(s[1][l] >> 23 & 255) < -150) mag = 0;
+            else if (mag >= 0x7F800000) mag = 0x7F800000;         // the steps overflowed
+            r[l] = mag | sign;
+        }
     }
     write_lanes(w, i->dst[0].index, r, spoiled(join(join(t[0], t[1]), t[2])), exec_of(w));
 }

@@ -135,7 +135,7 @@ static u32 class_of(f32 x) {      // v_cmp_class bits: sNaN qNaN -inf -norm -den
     _(v_ceil_f32, v_f, MIX, bits(ceilf(a))) \
     _(v_trunc_f32, v_f, MIX, bits(truncf(a))) \
     _(v_rndne_f32, v_f, MIX, bits(rintf(a))) \
-    _(v_fract_f32, v_f, MIX, bits(fminf(a - floorf(a), 0x1.fffffep-1f))) \
+    _(v_fract_f32, v_f, MIX, bits(a - floorf(a) >= 1 ? 0x1.fffffep-1f : a - floorf(a))) \
     _(v_ldexp_f32, v_fi, MIX, bits(ldexpf(a, b))) \
     _(v_frexp_exp_i32_f32, v_f, MIX, a == 0 || !isfinite(a) ? 0u : (u32)(ilogbf(a) + 1)) \
     _(v_frexp_mant_f32, v_f, MIX, a == 0 || !isfinite(a) ? bits(a) : bits(ldexpf(a, -(ilogbf(a) + 1)))) \
