@@ -86,6 +86,8 @@ def test_value_heads_of_another_size(device, head_size, v_head_size):
     shape = {"head_size": head_size, "v_head_size": v_head_size}
     cases.prefill(PREFILL[1:4], options={"causal": True}, **shape).check(device)
     cases.extend(EXTEND[:2], layout="preshuffled", **shape).check(device)
+    for layout in layouts.PAGED_LAYOUTS:
+        cases.decode(DECODE[:2], layout=layout, **shape).check(device, num_splits=2)
 
 
 @pytest.mark.parametrize("layout", layouts.PAGED_LAYOUTS)

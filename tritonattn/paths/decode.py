@@ -83,11 +83,13 @@ def decode_tile(
         SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, 0, D0, 0, V0, CLEAR_V,
     )  # fmt: skip
     s = tl.dot(q0, tl.trans(upcast(k0, q0.dtype)), input_precision="ieee")
-    if D1 > 0:
+    if D1 > 0 or V1 > 0:
+        # Where one of the two has no second part, what is loaded in its place is masked out and not used.
         k1, v1 = load_kv(
             k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-            SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, D0, D1, V0, V1, CLEAR_V,
+            SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, D0, D1 if D1 > 0 else 16, V0, V1 if V1 > 0 else 16, CLEAR_V,
         )  # fmt: skip
+    if D1 > 0:
         s = tl.dot(q1, tl.trans(upcast(k1, q0.dtype)), s, input_precision="ieee")
     distance = keys[None, :] - row_position[:, None]
     s, factor = softmax.modify_scores(s, scale, softcap, slope, distance, SOFTCAP, ALIBI)
