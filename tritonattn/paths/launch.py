@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.runtime import _allocation
 
 # What the matrix products run in. Triton's interpreter multiplies the bits of bfloat16 as integers: there it is widened.
 TRITON_DTYPES = {
@@ -38,3 +41,18 @@ def on(tensor: Tensor) -> AbstractContextManager:
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return _NOWHERE
     return torch.cuda.device(device)
+
+
+def workspace(tensor: Tensor, needed: bool) -> AbstractContextManager:
+    """Lets a kernel that makes descriptors have the global memory they are written to; the caller's own allocator comes back after."""
+    return _allocator(tensor.device) if needed else _NOWHERE
+
+
+@contextmanager
+def _allocator(device: torch.device) -> Iterator[None]:
+    before = _allocation._allocator.get()
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    try:
+        yield
+    finally:
+        triton.set_allocator(before)

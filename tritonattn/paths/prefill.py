@@ -12,7 +12,6 @@ from functools import lru_cache
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonattn.plan import LOG2E, UNLIMITED, compute_dtype, prefill_row, window
 from tritonattn.plan import descale as descale_of
@@ -29,19 +28,31 @@ NEW_TOKENS = 2  # like PREFILL, after the CHUNK passes
 
 
 @triton.jit
+def describe(base, length, stride, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Descriptors of the two parts of [length, WIDTH] rows for the bulk copies of NVIDIA GPUs, which keep addresses out of registers.
+
+    They read zeros past `length`: neither the next sequence nor padding gets in, so masked tiles may use them as well.
+    """
+    rows = tl.maximum(length, 1)
+    first = tl.make_tensor_descriptor(base, [rows, WIDTH0], [stride.to(tl.int64), 1], [BLOCK_N, WIDTH0])
+    second = first
+    if WIDTH1 > 0:
+        second = tl.make_tensor_descriptor(base + WIDTH0, [rows, WIDTH - WIDTH0], [stride.to(tl.int64), 1], [BLOCK_N, WIDTH1])
+    return first, second
+
+
+@triton.jit
 def attend_tile(
-    q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block, k_row, k_column, v_row, v_column,
+    q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block,
     n, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap, stride_k_token, stride_v_token,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
     VEC: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr, MASKED: tl.constexpr,
-    BLOCK_N: tl.constexpr, CHEAP_P: tl.constexpr, PRELOAD_V: tl.constexpr,
+    BLOCK_N: tl.constexpr, CHEAP_P: tl.constexpr, PRELOAD_V: tl.constexpr, DESCRIPTORS: tl.constexpr,
 ):  # fmt: skip
     """Keys [n, n + BLOCK_N) into the state. MASKED tiles read only keys [lo, hi) and apply the mask.
 
-    *_block are descriptors for the bulk copies of NVIDIA GPUs, or None. Masked tiles do not use them: a descriptor reads on into the
-    next sequence, whose V may hold anything.
+    *_block: see `describe`.
     """
-    BLOCKS: tl.constexpr = k0_block is not None and not MASKED
     keys = tl.arange(0, BLOCK_N)
     ok = (n + keys >= lo) & (n + keys < hi)
     k_tile = k_base + n * (stride_k_token.to(tl.int64) * VEC)
@@ -51,20 +62,20 @@ def attend_tile(
     d0 = tl.arange(0, D0)
     c0 = tl.arange(0, V0)
 
-    if BLOCKS:
-        k0 = k0_block.load([k_row + n, k_column])
+    if DESCRIPTORS:
+        k0 = k0_block.load([n, 0])
     else:
         k0 = load_2d(k_tile, k_rows, d0, ok, d0 < D, MASKED, False)
     s = tl.dot(q0, tl.trans(upcast(k0, q0.dtype)), input_precision="ieee")
     if D1 > 0:
         d1 = tl.arange(0, D1)
-        if BLOCKS:
-            k1 = k1_block.load([k_row + n, k_column + D0])
+        if DESCRIPTORS:
+            k1 = k1_block.load([n, 0])
         else:
             k1 = load_2d(k_tile + D0, k_rows, d1, ok, d1 < D - D0, MASKED, D0 + D1 > D)
         s = tl.dot(q1, tl.trans(upcast(k1, q0.dtype)), s, input_precision="ieee")
-    if BLOCKS:
-        v0 = v0_block.load([v_row + n, v_column])
+    if DESCRIPTORS:
+        v0 = v0_block.load([n, 0])
     elif PRELOAD_V:
         v0 = load_2d(v_tile, v_rows, c0, ok, c0 < DV, MASKED, False)
     distance = (n + keys)[None, :] - row_position[:, None]
@@ -74,13 +85,13 @@ def attend_tile(
         s = tl.where(seen, s, softmax.NEG_INF)
     p, alpha, m, l = softmax.online_step(s, m, l, factor, MASKED)
     p = softmax.round_p(p, q0.dtype, CHEAP_P)
-    if not BLOCKS and not PRELOAD_V:
+    if not DESCRIPTORS and not PRELOAD_V:
         v0 = load_2d(v_tile, v_rows, c0, ok, c0 < DV, MASKED, False)
     acc0 = tl.dot(p, upcast(v0, q0.dtype), acc0 * alpha[:, None], input_precision="ieee")
     if V1 > 0:
         c1 = tl.arange(0, V1)
-        if BLOCKS:
-            v1 = v1_block.load([v_row + n, v_column + V0])
+        if DESCRIPTORS:
+            v1 = v1_block.load([n, 0])
         else:
             v1 = load_2d(v_tile + V0, v_rows, c1, ok, c1 < DV - V0, MASKED, V0 + V1 > DV)
         acc1 = tl.dot(p, upcast(v1, q0.dtype), acc1 * alpha[:, None], input_precision="ieee")
@@ -128,8 +139,8 @@ def store_state(
 def attend(
     # outputs; state_ml [tile, head, 2, BLOCK_M], state_acc [tile, head, BLOCK_M, DV], fp32: rows whose passes are not over
     out, lse, state_ml, state_acc,
-    # inputs; *_block: the same keys and values behind descriptors [rows, columns], or None
-    q, k, v, k0_block, k1_block, v0_block, v1_block, sinks, alibi_slopes, q_descale, k_descale, v_descale,
+    # inputs
+    q, k, v, sinks, alibi_slopes, q_descale, k_descale, v_descale,
     # metadata, int32; tiles [num_tiles, 2] = (sequence, first row), or None: searched for. Sequence i's cached keys are those from
     # key_starts[i] on (what a window cuts off is left out), context_lens[i] of them before its first query.
     tiles, cu_seqlens_q, cu_seqlens_k, key_starts, context_lens,
@@ -142,10 +153,9 @@ def attend(
     PASS: tl.constexpr, KV_SHARED: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
     VEC: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr, COMPUTE: tl.constexpr,
-    HEADS_IN_ROW: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, CHEAP_P: tl.constexpr, PRELOAD_V: tl.constexpr,
-    NUM_XCDS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, NUM_XCDS: tl.constexpr,
 ):  # fmt: skip
     tile, head = seqlens.program_order(tl.program_id(0), num_tiles, NUM_HEADS, NUM_XCDS)
     kv_head = head // GROUP
@@ -228,18 +238,13 @@ def attend(
     k_base = k + k_row.to(tl.int64) * stride_k_token * VEC + kv_head.to(tl.int64) * stride_k_head * VEC
     v_base = v + k_row.to(tl.int64) * stride_v_token * VEC + kv_head.to(tl.int64) * stride_v_head * VEC
 
-    # The head's place behind a descriptor: a column where heads lie side by side in a row, else a row.
-    k_block_row = k_row
-    v_block_row = k_row
-    k_column = 0
-    v_column = 0
-    if k0_block is not None:
-        if HEADS_IN_ROW:
-            k_column = kv_head * stride_k_head * VEC
-            v_column = kv_head * stride_v_head * VEC
-        else:
-            k_block_row += kv_head * (stride_k_head // stride_k_token)
-            v_block_row += kv_head * (stride_v_head // stride_v_token)
+    k0_block = None
+    k1_block = None
+    v0_block = None
+    v1_block = None
+    if DESCRIPTORS:
+        k0_block, k1_block = describe(k_base, k_len, stride_k_token * VEC, D0, D1, D, BLOCK_N)
+        v0_block, v1_block = describe(v_base, k_len, stride_v_token * VEC, V0, V1, DV, BLOCK_N)
     row_last = tl.minimum(row0 + BLOCK_M, q_len) - 1
     lo, hi = mask.visible(row0, row_last, diag, k_len, window_left, window_right)
     begin, inner_begin, inner_end = mask.split_loops(row0, row_last, diag, k_len, window_left, window_right, lo, hi, BLOCK_N)
@@ -249,15 +254,15 @@ def attend(
     for i in tl.range(0, masked_tiles, num_stages=NUM_STAGES):
         n = tl.where(i < left_tiles, begin + i * BLOCK_N, inner_end + (i - left_tiles) * BLOCK_N)
         acc0, acc1, m, l = attend_tile(
-            q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block, k_block_row, k_column, v_block_row, v_column,
+            q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block,
             n, lo, hi, row_lo, row_hi, slope, rows + diag, factor, softcap, stride_k_token, stride_v_token, D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, True,
-            BLOCK_N, CHEAP_P, PRELOAD_V,
+            BLOCK_N, CHEAP_P, PRELOAD_V, DESCRIPTORS,
         )  # fmt: skip
     for n in tl.range(inner_begin, inner_end, BLOCK_N, num_stages=NUM_STAGES):
         acc0, acc1, m, l = attend_tile(
-            q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block, k_block_row, k_column, v_block_row, v_column,
+            q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block,
             n, lo, hi, row_lo, row_hi, slope, rows + diag, factor, softcap, stride_k_token, stride_v_token, D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, False,
-            BLOCK_N, CHEAP_P, PRELOAD_V,
+            BLOCK_N, CHEAP_P, PRELOAD_V, DESCRIPTORS,
         )  # fmt: skip
 
     scale = out_scale * descale(v_descale, kv_head, stride_v_descale)
@@ -314,12 +319,12 @@ def run_pass(
     left, right = window(params)
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
     static = _static(row, problem, detect(q.device).dies)
-    heads_in_row = k.stride(1) < k.stride(0)
-    blocks = _blocks(row, problem, k, v, heads_in_row) if row.config.get("descriptors") else (None,) * 4
-    with launch.on(q):
+    if vec == 1 and static["DESCRIPTORS"]:  # they need 16-byte strides
+        static = {**static, "DESCRIPTORS": False}
+    with launch.on(q), launch.workspace(q, static["DESCRIPTORS"]):
         attend[(num_tiles * problem.num_q_heads,)](
             out, lse, state_ml, state_acc,
-            q, k, v, *blocks, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
+            q, k, v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
             tiles, cu_seqlens_q, cu_seqlens_k, key_starts, context_lens,
             q.stride(0) // vec, q.stride(1) // vec, k.stride(0) // vec, k.stride(1) // vec, v.stride(0) // vec, v.stride(1) // vec,
             out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0),
@@ -327,7 +332,7 @@ def run_pass(
             num_tiles, num_seqs, num_tokens, *chunk,
             params.softmax_scale * LOG2E * q_scale.factor * k_scale.factor, v_scale.factor, params.softcap, left, right,
             PASS=kind, KV_SHARED=kv_shared, VEC=vec, VEC_OUT=vec_out, SOFTCAP=params.softcap > 0, WINDOW_LEFT=left != UNLIMITED,
-            HEADS_IN_ROW=heads_in_row, **static, **row.options,
+            **static, **row.options,
         )  # fmt: skip
 
 
@@ -335,30 +340,10 @@ def run_pass(
 def _static(row: Row, problem: AttnProblem, dies: int) -> dict:
     d0, _, d1 = split_head_size(problem.head_size)
     v0, _, v1 = split_head_size(problem.v_head_size)
-    config = {"CHEAP_P": False, "PRELOAD_V": False, **row.constexprs}
+    config = {"CHEAP_P": False, "PRELOAD_V": False, "DESCRIPTORS": False, **row.constexprs}
     return {
         "NUM_HEADS": problem.num_q_heads, "GROUP": problem.group, "D0": d0, "D1": d1, "D": problem.head_size, "V0": v0, "V1": v1,
         "DV": problem.v_head_size, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)],
         "NUM_XCDS": dies if problem.num_q_heads % dies == 0 else 1, **config,
     }  # fmt: skip
 
-
-def _blocks(row: Row, problem: AttnProblem, k: Tensor, v: Tensor, heads_in_row: bool) -> tuple:
-    """Descriptors of K and V as [rows, columns] for tiles of both parts of a head, or four times None where they do not fit.
-
-    A descriptor needs 16-byte strides, tiles without padding, and all heads in one matrix of rows.
-    """
-    parts = []
-    for tensor, size in ((k, problem.head_size), (v, problem.v_head_size)):
-        stride, head = tensor.stride(0), tensor.stride(1)
-        first, rest, padded = split_head_size(size)
-        if launch.vec_width(tensor) == 1 or rest != padded or (not heads_in_row and head % stride) or tensor.dtype != compute_dtype(problem):
-            return (None,) * 4
-        rows, heads = tensor.shape[0], tensor.shape[1]
-        shape = [rows, (heads - 1) * head + size] if heads_in_row else [(heads - 1) * (head // stride) + rows, size]
-        if (heads_in_row and (v.stride(1) >= v.stride(0) or shape[1] > stride)) or (not heads_in_row and shape[1] > stride):
-            return (None,) * 4
-        for width in (first, padded):
-            block = TensorDescriptor(tensor, shape, [stride, 1], [row.config["BLOCK_N"], width]) if width else None
-            parts.append(block)
-    return tuple(parts)
