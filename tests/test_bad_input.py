@@ -1,0 +1,289 @@
+"""Bad input: one error with every reason, naming argument, value and need, before any launch."""
+
+import pytest
+import torch
+
+import tritonattn
+from tests import cases
+from tritonattn import layouts
+
+PAIR = (-1, -1)
+
+
+def floats(*shape, dtype=torch.bfloat16):
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def ints(*shape):
+    return torch.zeros(*shape, dtype=torch.int32)
+
+
+def prefill():
+    return {
+        "q": floats(6, 4, 64), "k": floats(9, 2, 64), "v": floats(9, 2, 64), "cu_seqlens_q": ints(3), "cu_seqlens_k": ints(3),
+        "max_seqlen_q": 4, "max_seqlen_k": 5,
+    }  # fmt: skip
+
+
+def caches():
+    k_cache, v_cache = layouts.allocate("preshuffled", 5, 16, 2, 64, dtype=torch.bfloat16)
+    return {"k_cache": k_cache, "v_cache": v_cache}
+
+
+def extend():
+    return {
+        "q": floats(6, 4, 64), "k": floats(6, 2, 64), "v": floats(6, 2, 64), **caches(), "cu_seqlens_q": ints(3), "context_lens": ints(2),
+        "block_table": ints(2, 4), "max_seqlen_q": 4, "max_context_len": 5,
+    }  # fmt: skip
+
+
+def decode():
+    return {"q": floats(6, 4, 64), **caches(), "seqused_k": ints(6), "block_table": ints(6, 4), "max_seqlen_k": 30}
+
+
+def merge():
+    return {name: floats(6, 4, 64) for name in ("out_a", "out_b")} | {name: floats(4, 6, dtype=torch.float32) for name in ("lse_a", "lse_b")}
+
+
+def write():
+    return {"key": floats(6, 2, 64), "value": floats(6, 2, 64), **caches(), "slot_mapping": ints(6)}
+
+
+def gather():
+    return {**caches(), "block_table": ints(2, 4), "starts": ints(2), "lengths": ints(2), "kv_layout": "preshuffled"}
+
+
+SOUND = {
+    "flash_attn_varlen_func": prefill, "extend_attention": extend, "decode_attention": decode, "merge_attn_states": merge,
+    "reshape_and_cache": write, "gather_cache": gather,
+}  # fmt: skip
+ATTENTION = ("flash_attn_varlen_func", "extend_attention", "decode_attention")
+PAGED = ("extend_attention", "decode_attention")
+
+
+def refuse(op, error, words, device, **changes):
+    args = {name: cases.to(value, device) for name, value in (SOUND[op]() | changes).items()}
+    with pytest.raises((ValueError, TypeError)) as caught:
+        getattr(tritonattn, op)(**args)
+    assert caught.type is error
+    for text in words:
+        assert text in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("op", SOUND)
+def test_sound_input_is_taken(device, op):
+    getattr(tritonattn, op)(**{name: cases.to(value, device) for name, value in SOUND[op]().items()})
+
+
+EVERYWHERE = [
+    ({"q": floats(6, 256)}, ValueError, "q must have 3 dimensions, got shape [6, 256]"),
+    ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
+    ({"q": floats(6, 4, 64).double()}, TypeError, "got torch.float64"),
+    ({"q": floats(6, 3, 64)}, ValueError, "query heads must be a multiple of KV heads, got 3 and 2"),
+    ({"q": floats(6, 64, 4).transpose(1, 2)}, ValueError, "q must have a last stride of 1"),
+    ({"window_size": (-2, 0)}, ValueError, "window_size left (-1: unlimited) must be at least -1, got -2"),
+    ({"window_size": (3, -7)}, ValueError, "window_size right (-1: unlimited) must be at least -1, got -7"),
+    ({"window_size": 3}, TypeError, "window_size must be a pair (left, right), got 3"),
+    ({"window_size": (1.5, 0)}, TypeError, "window_size left (-1: unlimited) must be an int on the host, got float"),
+    ({"softmax_scale": 0.0}, ValueError, "softmax_scale must be finite and above 0, got 0.0"),
+    ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite and above 0, got nan"),
+    ({"softmax_scale": torch.ones(1)}, TypeError, "softmax_scale must be a float, got Tensor"),
+    ({"softcap": -1.0}, ValueError, "softcap must be finite and at least 0, got -1.0"),
+    ({"causal": 1}, TypeError, "causal must be a bool, got int"),
+    ({"alibi_slopes": torch.zeros(3)}, ValueError, "alibi_slopes must be [4], got [3]"),
+    ({"alibi_slopes": torch.zeros(4).int()}, TypeError, "alibi_slopes must be"),
+    ({"sinks": torch.zeros(4, 1)}, ValueError, "sinks must have 1 dimension, got shape [4, 1]"),
+    ({"sinks": 1.0}, TypeError, "sinks must be a tensor, got float"),
+    ({"k_descale": -1.0}, ValueError, "k_descale must be finite and above 0, got -1.0"),
+    ({"v_descale": torch.zeros(3)}, ValueError, "v_descale must have 1 element or be [2], contiguous, got [3]"),
+    ({"v_descale": torch.zeros(2).half()}, TypeError, "v_descale must be torch.float32, got torch.float16"),
+    ({"out": floats(6, 4, 60)}, ValueError, "out must be ["),
+    ({"out": floats(6, 4, 64).int()}, TypeError, "out must be"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), EVERYWHERE, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize("op", ATTENTION)
+def test_attention_refuses(device, op, changes, error, text):
+    refuse(op, error, [op, text], device, **changes)
+
+
+@pytest.mark.parametrize(("op", "changes", "error", "text"), [
+    ("flash_attn_varlen_func", {"k": floats(9, 2, 96)}, ValueError, "k must be [.., .., 64], got [9, 2, 96]"),
+    ("flash_attn_varlen_func", {"v": floats(8, 2, 64)}, ValueError, "v must be [9, 2, ..], got [8, 2, 64]"),
+    ("flash_attn_varlen_func", {"k": floats(9, 2, 64).half()}, TypeError, "k must be torch.bfloat16, got torch.float16"),
+    ("flash_attn_varlen_func", {"cu_seqlens_k": ints(4)}, ValueError, "both be [B + 1], got lengths 3 and 4"),
+    ("flash_attn_varlen_func", {"cu_seqlens_q": ints(3).long()}, TypeError, "cu_seqlens_q must be torch.int32, got torch.int64"),
+    ("flash_attn_varlen_func", {"max_seqlen_q": -1}, ValueError, "max_seqlen_q must be at least 0, got -1"),
+    ("flash_attn_varlen_func", {"max_seqlen_k": torch.tensor(3)}, TypeError, "max_seqlen_k must be an int on the host, got Tensor"),
+    ("flash_attn_varlen_func", {"q": floats(6, 4, 24), "k": floats(9, 2, 24)}, ValueError, "a multiple of 8 from 32 to 256, got 24"),
+    ("flash_attn_varlen_func", {"v": floats(9, 2, 264)}, ValueError, "head size of v must be a multiple of 8 from 32 to 256, got 264"),
+    ("extend_attention", {"k": None}, TypeError, "k and v must both be tensors or both be None, got NoneType and Tensor"),
+    ("extend_attention", {"k": floats(5, 2, 64)}, ValueError, "k must be [6, 2, 64], got [5, 2, 64]"),
+    ("extend_attention", {"v": floats(6, 2, 32)}, ValueError, "v must be [6, 2, 64], got [6, 2, 32]"),
+    ("extend_attention", {"chunk_tokens": 0}, ValueError, "chunk_tokens must be at least 1, got 0"),
+    ("extend_attention", {"context_lens": ints(3)}, ValueError, "cu_seqlens_q must be [4], got [3]"),
+    ("extend_attention", {"block_table": ints(3, 4)}, ValueError, "block_table must be [2, ..], got [3, 4]"),
+    ("decode_attention", {"num_splits": -1}, ValueError, "num_splits must be at least 0, got -1"),
+    ("decode_attention", {"num_splits": 2.0}, TypeError, "num_splits must be an int on the host, got float"),
+    ("decode_attention", {"max_seqlen_q": 2}, ValueError, "q must hold 6 sequences of max_seqlen_q 2 tokens where cu_seqlens_q is None, got 6"),
+    ("decode_attention", {"cu_seqlens_q": ints(2)}, ValueError, "cu_seqlens_q must be [7], got [2]"),
+    ("decode_attention", {"q": floats(6, 4, 96)}, ValueError, "q must be [.., .., 64] like k_cache, got [6, 4, 96]"),
+    ("merge_attn_states", {"out_b": floats(6, 4, 32)}, ValueError, "out_b must be [6, 4, 64], got [6, 4, 32]"),
+    ("merge_attn_states", {"lse_a": floats(6, 4).float()}, ValueError, "lse_a must be [4, 6], got [6, 4]"),
+    ("merge_attn_states", {"lse_b": floats(4, 6)}, TypeError, "lse_b must be torch.float32, got torch.bfloat16"),
+    ("reshape_and_cache", {"slot_mapping": ints(7)}, ValueError, "slot_mapping must be at most as long as key, 6 tokens, got 7"),
+    ("reshape_and_cache", {"key": floats(6, 3, 64)}, ValueError, "key must be [.., 2, 64], got [6, 3, 64]"),
+    ("reshape_and_cache", {"value": floats(5, 2, 64)}, ValueError, "value must be [6, 2, 64], got [5, 2, 64]"),
+    ("reshape_and_cache", {"slot_mapping": ints(6).float()}, TypeError, "slot_mapping must be torch.int32 or torch.int64"),
+    ("gather_cache", {"lengths": ints(3)}, ValueError, "lengths must be [2], got [3]"),
+    ("gather_cache", {"out": floats(3, 2, 64)}, TypeError, "out must be a pair (k, v) of tensors, got Tensor"),
+    ("gather_cache", {"out": (floats(3, 2, 64), floats(4, 2, 64))}, ValueError, "out[1] must be [3, 2, 64], got [4, 2, 64]"),
+])  # fmt: skip
+def test_op_refuses(device, op, changes, error, text):
+    changes = {name: tuple(x.to(device) for x in value) if isinstance(value, tuple) else value for name, value in changes.items()}
+    refuse(op, error, [op, text], device, **changes)
+
+
+@pytest.mark.parametrize("op", [*PAGED, "reshape_and_cache", "gather_cache"])
+@pytest.mark.parametrize(("changes", "error", "text"), [
+    ({"kv_layout": "shuffled"}, ValueError, "kv_layout must be one of nhd, hnd, preshuffled, got 'shuffled'"),
+    ({"kv_layout": "latent"}, ValueError, "kv_layout must be one of nhd, hnd, preshuffled, got 'latent'"),
+    ({"kv_layout": "nhd"}, ValueError, "k_cache must have 4 dimensions in the nhd layout"),
+    ({"k_cache": None}, TypeError, "k_cache must be a tensor, got NoneType"),
+    ({"v_cache": floats(5, 2, 2, 64, 4)}, ValueError, "v_cache must be [5, 2, 16/8, Dv, 8]"),
+    (dict(zip(("k_cache", "v_cache"), layouts.allocate("preshuffled", 5, 16, 2, 64, dtype=torch.uint8), strict=True)), TypeError, "got torch.uint8"),
+])  # fmt: skip
+def test_cache_is_refused(device, op, changes, error, text):
+    refuse(op, error, [text], device, **changes)
+
+
+@pytest.mark.parametrize("op", PAGED)
+def test_cache_of_another_dtype_is_refused(device, op):
+    k_cache, v_cache = layouts.allocate("preshuffled", 5, 16, 2, 64, dtype=torch.float16)
+    refuse(op, TypeError, ["k_cache must be torch.bfloat16 like q, or an 8-bit float, got torch.float16"], device, k_cache=k_cache, v_cache=v_cache)
+
+
+def test_every_reason_at_once(device):
+    text = refuse(
+        "decode_attention", ValueError,
+        ["seqused_k must be torch.int32", "block_table must be [6, ..]", "sinks must be [4]", "num_splits must be at least 0",
+         "softmax_scale must be finite", "out must be [6, 4, 64]", "q must be [.., .., 64]"],
+        device, q=floats(6, 4, 80), seqused_k=ints(6).long(), block_table=ints(3, 4), sinks=torch.zeros(5), num_splits=-3,
+        softmax_scale=-1.0, out=floats(2, 4, 32),
+    )  # fmt: skip
+    assert text.count(";") == 6
+    text = refuse("merge_attn_states", TypeError, ["out_a", "lse_a"], device, out_a=3, lse_a="x")
+    assert "out_b" not in text
+
+
+def test_nothing_was_written(device):
+    out = torch.full((2, 4, 64), cases.MARK, dtype=torch.bfloat16, device=device)
+    refuse("decode_attention", ValueError, ["num_splits"], device, num_splits=-1, out=out)
+    assert (out == cases.MARK).all()
+
+
+def test_8_bit_floats_that_the_gpu_lacks(device, monkeypatch):
+    monkeypatch.setenv("TRITONATTN_ARCH", "gfx942")
+    k_cache, v_cache = layouts.allocate("preshuffled", 5, 16, 2, 64, dtype=torch.float8_e4m3fn)
+    words = ["8-bit floats on gfx942 must be float8_e4m3fnuz", "got float8_e4m3fn"]
+    refuse("decode_attention", TypeError, words, device, k_cache=k_cache, v_cache=v_cache)
+
+
+def test_tensors_elsewhere_are_refused(device):
+    elsewhere = torch.device("meta")
+    for op, name in (("decode_attention", "block_table"), ("extend_attention", "k"), ("flash_attn_varlen_func", "cu_seqlens_k"),
+                     ("merge_attn_states", "lse_b"), ("reshape_and_cache", "k_cache")):  # fmt: skip
+        args = {key: cases.to(value, elsewhere if key == name else device) for key, value in SOUND[op]().items()}
+        with pytest.raises(ValueError, match=f"{name} must be on {device}, got meta"):
+            getattr(tritonattn, op)(**args)
+
+
+# -- router ---------------------------------------------------------------------------------------------------
+
+
+def router(device, **changes):
+    args = {"num_q_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, "device": device, "block_size": 16} | changes
+    return tritonattn.Router(args.pop("num_q_heads"), args.pop("num_kv_heads"), args.pop("head_size"), **args)
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), [
+    ({"num_q_heads": 5}, ValueError, "query heads must be a multiple of KV heads, got 5 and 2"),
+    ({"head_size": 20}, ValueError, "head size of q and k must be a multiple of 8 from 32 to 256, got 20"),
+    ({"dtype": torch.float64}, TypeError, "dtype must be"),
+    ({"kv_dtype": torch.float16}, TypeError, "kv_dtype must be torch.bfloat16 like dtype, or an 8-bit float, got torch.float16"),
+    ({"kv_layout": "latent"}, ValueError, "kv_layout must be one of nhd, hnd, preshuffled"),
+    ({"decode_threshold": 0}, ValueError, "decode_threshold must be at least 1, got 0"),
+    ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be at least 1, got 0"),
+    ({"window_size": (-3, 0)}, ValueError, "window_size left"),
+    ({"softcap": -2.0}, ValueError, "softcap must be finite"),
+])  # fmt: skip
+def test_router_refuses(device, changes, error, text):
+    with pytest.raises(error, match="Router: ") as caught:
+        router(device, **changes)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(("query", "seq", "width", "error", "text"), [
+    ([1, 2], [3], 4, ValueError, "seq_lens must be as long as query_lens, 2, got 1"),
+    ([1, -2], [3, 3], 4, ValueError, "query_lens must be at least 0, got -2 (request 1)"),
+    ([1, 7], [3, 5], 4, ValueError, "seq_lens must be at least query_lens, got 5 (request 1)"),
+    ([1, 1], [3, 65], 4, ValueError, "seq_lens must fit in block_table, 64 tokens in the cache, got 65 (request 1)"),
+    ([1, 9], [3, 75], 4, ValueError, "got 66 (request 1)"),
+    ([1.5], [3], 4, TypeError, "query_lens must be a sequence of integers"),
+    ([[1]], [3], 4, TypeError, "query_lens must be a sequence of integers"),
+    ([1, 1, 1], [3, 3, 3], 4, ValueError, "block_table must be [3, ..], got [2, 4]"),
+    ([1, 1], [3, 3], None, ValueError, "block_table must be given where a request has context, got 3 (request 0), 3 (request 1)"),
+])  # fmt: skip
+def test_plan_refuses(device, query, seq, width, error, text):
+    table = None if width is None else ints(2, width).to(device)
+    with pytest.raises(error, match=r"Router\.plan: ") as caught:
+        router(device).plan(query, seq, table)
+    assert text in str(caught.value)
+
+
+def test_plan_names_every_request_at_once(device):
+    with pytest.raises(ValueError, match=r"query_lens must be at least 0, got -1 .*seq_lens must be at least query_lens.*, \.\.\."):
+        router(device).plan([-1, 9, 9, 9, 9, 9], [0, 1, 1, 1, 1, 1], ints(6, 4).to(device))
+
+
+def run_arguments(device, tokens=3):
+    args = {"q": floats(tokens, 4, 64), "k": floats(tokens, 2, 64), "v": floats(tokens, 2, 64), **caches()}
+    return {name: value.to(device) for name, value in args.items()}
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), [
+    ({"q": floats(2, 4, 64)}, ValueError, "q must hold the 3 tokens of the plan, got 2"),
+    ({"q": floats(3, 4, 64).half()}, TypeError, "q must be torch.bfloat16, got torch.float16"),
+    ({"k": None}, TypeError, "k and v must both be tensors or both be None"),
+    ({"v": floats(3, 2, 32)}, ValueError, "v must be [3, 2, 64], got [3, 2, 32]"),
+    ({"k_cache": None, "v_cache": None}, TypeError, "k_cache must be a tensor, got NoneType"),
+    ({"k_cache": floats(5, 1, 8, 16, 8), "v_cache": floats(5, 1, 2, 64, 8)}, ValueError, "caches must have KV heads, D and Dv [2, 64, 64], got [1, 64, 64]"),
+    ({"k_cache": floats(5, 2, 8, 32, 8), "v_cache": floats(5, 2, 4, 64, 8)}, ValueError, "caches must have the router's block size 16, got 32"),
+    ({"sinks": torch.zeros(3)}, ValueError, "sinks must be [4], got [3]"),
+    ({"out": floats(3, 4, 32)}, ValueError, "out must be [3, 4, 64], got [3, 4, 32]"),
+])  # fmt: skip
+def test_run_refuses(device, changes, error, text):
+    one = router(device)
+    plan = one.plan([1, 2], [20, 2], ints(2, 4).to(device))
+    args = run_arguments(device) | {name: cases.to(value, device) for name, value in changes.items()}
+    with pytest.raises(error, match=r"Router\.run: ") as caught:
+        one.run(plan, **args)
+    assert text in str(caught.value)
+
+
+def test_a_table_too_short_is_found_when_the_block_size_is(device):
+    one = router(device, block_size=None)
+    plan = one.plan([1, 2], [65, 2], ints(2, 4).to(device))
+    with pytest.raises(ValueError, match="block_table must hold 65 tokens, got room for 64 in blocks of 16"):
+        one.run(plan, **run_arguments(device))
+
+
+def test_an_overwritten_plan_is_refused(device):
+    one = router(device)
+    table = ints(2, 4).to(device)
+    old = one.plan([1, 1], [5, 5], table)
+    one.plan([1, 1], [6, 6], table)
+    with pytest.raises(ValueError, match="plan must be the latest of its batch size"):
+        one.run(old, **run_arguments(device))
