@@ -1,18 +1,27 @@
-"""The benchmark runs on tiny sizes, checks what it times, and reads back what it wrote."""
+"""The benchmark runs every suite on tiny sizes, finds wrong results, and reads back what it wrote."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 
 import pytest
 import torch
 
-from tritonattn.bench import report
-from tritonattn.bench.rows import SUITES, select
+from tritonattn import reference
+from tritonattn.bench import report, sweep
+from tritonattn.bench.cases import work
+from tritonattn.bench.inputs import random_inputs
+from tritonattn.bench.rows import SUITES, Row, select
+from tritonattn.bench.runner import parse_config
+from tritonattn.bench.sample import sample_error
+from tritonattn.bench.timing import measure
 from tritonattn.cli import main
 
 ON_CPU = not torch.cuda.is_available()
+CPU = torch.device("cpu")
+runs = pytest.mark.skipif(ON_CPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or the interpreter")
 
 
 def test_row_names_are_unique_within_a_suite():
@@ -22,32 +31,112 @@ def test_row_names_are_unique_within_a_suite():
 
 
 def test_select_takes_exact_names_before_parts():
-    assert [row.name for row in select(["decode"], ["B64 S8192 64/4"])] == ["B64 S8192 64/4"]
+    assert [row.name for row in select(["prefill"], ["B4 S4096 16/16"])] == ["B4 S4096 16/16"]
     assert {row.suite for row in select([], ["q4"])} == {"spec-decode", "mla"}
     with pytest.raises(ValueError, match="SUITE must be one of prefill"):
         select(["prefil"], [])
-    with pytest.raises(ValueError, match="names no row"):
+    with pytest.raises(ValueError, match="names no row of decode"):
         select(["decode"], ["B7"])
 
 
-@pytest.mark.skipif(ON_CPU and os.environ.get("TRITON_INTERPRET") != "1", reason="needs a GPU or the interpreter")
-def test_smoke_run_writes_json_and_compares(tmp_path, capsys):
-    path = str(tmp_path / "run.json")
-    words = ["bench", "decode", "--row", "B1 S1024 64/4", "--smoke", "--json", path]
+@pytest.mark.parametrize(
+    ("row", "flops", "moved"),
+    [
+        (Row("prefill", 1, 8192, 64, 4, query_len=8192), 2 * 8192**2 * 64 * 128, 8192 * (64 + 4) * 256 * 2),
+        (Row("decode", 3, 100, 8, 2), 4 * 300 * 8 * 128, 300 * 2 * 256 * 2),
+        (Row("decode", 3, 100, 8, 2, window=10, fp8=True), 4 * 30 * 8 * 128, 33 * 2 * 256),
+        (Row("mla", 2, 64, 16, 1, 576, 512), 2 * 128 * 16 * (576 + 512), 128 * 576 * 2),
+    ],
+)
+def test_work_is_counted_as_elsewhere(row, flops, moved):
+    assert work(row) == (flops, moved)
+
+
+@pytest.mark.parametrize("window", [0, 7])
+def test_sampled_error_agrees_with_the_reference(window):
+    row = Row("decode", 3, 30, 4, 2, 16, query_len=4, block_size=8, window=window, key_lengths=(4, 17, 30))
+    x = random_inputs(row, CPU, cached=True)
+    exact, _ = reference.decode_attention(
+        x.q, x.k_cache, x.v_cache, seqused_k=x.seq_lens, block_table=x.block_table, max_seqlen_q=4, kv_layout="nhd",
+        window_size=x.window_size, softmax_scale=x.scale,
+    )  # fmt: skip
+    assert sample_error(x, exact) < 1e-12
+    assert sample_error(x, exact * 1.01) == pytest.approx(0.01)
+    exact[5, 1, 3] = math.nan
+    assert math.isnan(sample_error(x, exact))
+
+
+@runs
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite_runs_and_is_right(suite, tmp_path):
+    path = tmp_path / "run.json"
+    words = ["bench", suite, "--smoke", "--json", str(path)]
+    for name in {"cache": ("write B16", "gather B16", "latent"), "plan": ("router B256", "call B1")}.get(suite, (SUITES[suite][-1].name,)):
+        words += ["--row", name]
     assert main(words) == 0
-    document = json.loads((tmp_path / "run.json").read_text())
-    (result,) = document["results"]
-    assert document["meaningless"] and set(result["calls"]) == {"tritonattn nhd", "tritonattn preshuffled"}
-    for call in result["calls"].values():
-        assert call["error"] < 1e-2 and not call["wrong"] and call["us"] > 0
-    assert main([*words, "--base", path, "--config", "BLOCK_N=32"]) == 0
+    document = json.loads(path.read_text())
+    assert document["meaningless"] and document["results"]
+    for result in document["results"]:
+        for name, call in result["calls"].items():
+            assert "refused" not in call, f"{result['name']} {name}: {call}"
+            assert call["us"] > 0 and not call["wrong"]
+
+
+@runs
+def test_a_run_is_compared_with_an_earlier_one_and_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    run, picture = str(tmp_path / "run.json"), tmp_path / "run.png"
+    words = ["bench", "decode", "--row", "B1 S1024 64/4", "--smoke"]
+    assert main([*words, "--json", run]) == 0
+    assert main([*words, "--base", run, "--config", "BLOCK_N=32", "--picture", str(picture), "--only", "nhd"]) == 0
     shown = capsys.readouterr().out
     assert "base / now" in shown and "mean nothing" in shown
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_wrong_results_are_told():
-    calls = {"tritonattn": {"wrong": True}, "other": {"wrong": True}, "tritonattn b": {"refused": ""}}
-    assert report.wrong([{"suite": "s", "name": "n", "calls": calls}]) == ["s n: tritonattn"]
+@runs
+def test_sweep_ranks_candidates_and_keeps_going(tmp_path, capsys):
+    file, out = tmp_path / "candidates.json", tmp_path / "out.json"
+    file.write_text(json.dumps([{"BLOCK_N": 32, "num_warps": 4}, {"BLOCK_N": 16, "num_warps": 4}, {"BLOCK_N": 3, "num_warps": 4}]))
+    assert main(["bench", "decode", "--smoke", "--row", "B1 S1024 64/4", "--sweep", str(file), "--json", str(out)]) == 0
+    (result,) = json.loads(out.read_text())["results"]
+    assert list(result["candidates"]) == [sweep.TABLE, "BLOCK_N=32", "BLOCK_N=16", "BLOCK_N=3"]
+    assert "refused" in result["candidates"]["BLOCK_N=3"] and result["candidates"]["BLOCK_N=16"]["us"] > 0
+    assert "BLOCK_N=3: " in capsys.readouterr().out
+
+
+def test_configs_are_read_from_words():
+    assert parse_config("BLOCK_N=64,form=tile,combine.BLOCK_S=8,CHEAP_P=True") == {
+        "BLOCK_N": 64, "form": "tile", "combine.BLOCK_S": 8, "CHEAP_P": True,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="KEY=VALUE"):
+        parse_config("BLOCK_N")
+
+
+def test_wrong_results_and_cliffs_are_told():
+    calls = {"tritonattn": {"wrong": True}, "other": {"wrong": True}, "tritonattn b": {"refused": "why"}}
+    results = [{"suite": "s", "name": "n", "calls": calls}]
+    assert report.wrong(results) == ["s n: tritonattn"]
+    assert report.refusals(results) == ["s n: tritonattn b: why"]
+    steps = {"B1 S8 8/1": 10.0, "B8 S8 8/1": 11.0, "B12 S8 8/1": 40.0, "B16 S8 8/1": 50.0}
+    rows = [{"suite": "cliffs", "name": name, "calls": {"tritonattn nhd": {"us": us}}} for name, us in steps.items()]
+    assert report.cliffs(rows) == ["cliff: S8 8/1 from B8 11.0 us to B12 40.0 us"]
+
+
+def test_overall_order_counts_only_what_ran_everywhere():
+    def result(**us):
+        return {"candidates": {label: {"us": value, "wrong": False} for label, value in us.items()}}
+
+    ranked = sweep.overall([result(a=10.0, b=20.0, c=1000.0), result(a=40.0, b=10.0)])
+    assert [(round(mean, 2), worst, label) for mean, worst, label in ranked] == [(1.41, 2.0, "b"), (2.0, 4.0, "a")]
+
+
+def test_a_call_that_raises_is_refused_and_the_others_are_timed():
+    def fail():
+        raise RuntimeError("no\nreason")
+
+    times, refused = measure({"fails": fail, "works": lambda: None}, CPU)
+    assert refused == {"fails": "RuntimeError: no"} and set(times) == {"works"}
 
 
 @pytest.mark.skipif(not ON_CPU, reason="there is a GPU")

@@ -6,7 +6,8 @@ from typing import Any
 
 from tritonattn.bench.report import OURS, bound
 
-COLOURS = ("#c0392b", "#e6a19a", "#34495e", "#7f8c8d", "#b7c0c6", "#d7b98e")
+REDS = ("#b03a2e", "#e59a90", "#f3cfc9")
+OTHERS = ("#2c3e50", "#6f8196", "#a9b6c2", "#cfc3a5", "#9aa88a", "#d9dde1")
 
 
 def draw(document: dict[str, Any], path: str) -> None:
@@ -26,8 +27,11 @@ def draw(document: dict[str, Any], path: str) -> None:
         raise ValueError("--picture: no row chosen has a rate to draw")
     names = list(dict.fromkeys(name for results in panels.values() for result in results for name in result["calls"]))
     names.sort(key=lambda name: not name.startswith(OURS))
-    colour = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
-    heights = [1.2 + 0.8 * len(results) for results in panels.values()]
+    colour: dict[str, str] = {}
+    for name in names:
+        shades = REDS if name.startswith(OURS) else OTHERS
+        colour[name] = shades[sum(known.startswith(OURS) == name.startswith(OURS) for known in colour) % len(shades)]
+    heights = [0.9 + 0.65 * len(results) for results in panels.values()]
     figure, axes = pyplot.subplots(len(panels), figsize=(10, sum(heights)), squeeze=False, gridspec_kw={"height_ratios": heights})
     for ax, ((suite, kind), results) in zip(axes[:, 0], panels.items(), strict=True):
         _panel(ax, suite, kind, results, document["ceilings"], colour)
@@ -40,7 +44,9 @@ def draw(document: dict[str, Any], path: str) -> None:
 
 
 def _panel(ax, suite: str, kind: str, results: list[dict[str, Any]], ceilings: dict[str, float], colour: dict[str, str]) -> None:
-    shown = list(dict.fromkeys(name for result in results for name in result["calls"]))
+    shown = list(dict.fromkeys(name for result in results for name, call in result["calls"].items() if "us" in call))
+    if not shown:
+        return
     thick = 0.8 / len(shown)
     for i, name in enumerate(shown):
         at = [(y, result["calls"][name]["us"]) for y, result in enumerate(results) if "us" in result["calls"].get(name, {})]

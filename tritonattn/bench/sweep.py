@@ -35,6 +35,8 @@ def load(path: str) -> dict[str, Config]:
         raise ValueError(f"--sweep must be a JSON list of objects, got {type(configs).__name__}")
     keys = dict.fromkeys(key for config in configs for key in config)
     varied = [key for key in keys if len({config.get(key) for config in configs}) > 1]
+    if all(config.get("num_stages") == config.get("NUM_STAGES") for config in configs):
+        varied = [key for key in varied if key != "num_stages"]
     return {TABLE: {}} | {" ".join(f"{key}={config[key]}" for key in varied if key in config): config for config in configs}
 
 
@@ -75,8 +77,7 @@ def sweep_row(row: Row, device: torch.device, candidates: dict[str, Config], onl
 @contextmanager
 def compile_only(workers: int) -> Iterator[None]:
     """Within the block a launch only asks for its kernel; all of them are compiled, in parallel, when the block ends."""
-    from triton.runtime._async_compile import AsyncCompileMode
-    from triton.runtime.jit import JITFunction
+    from triton import AsyncCompileMode, JITFunction
 
     launch = JITFunction.run
 

@@ -17,6 +17,7 @@ from functools import cache
 import torch
 
 GRAPH_LIMIT = 200.0  # microseconds
+GRAPH_MICROSECONDS = 2000.0  # of work in one graph: what starting it takes does not show
 ROUNDS = 3
 ROUND_SECONDS = 0.06  # of each contender
 FLUSH_BYTES = 256 << 20
@@ -128,8 +129,9 @@ class _DeviceClock(_Clock):
         estimate = self._events(call, 5 if first < 20_000 else 1)
         self.eager_us, self.host_us = self._eager(estimate)
         self.graph = None
-        if self.eager_us < GRAPH_LIMIT:
-            self.per_graph = min(max(round(2000 / max(estimate, 10)), 1), 100)
+        if self.eager_us < GRAPH_LIMIT and (trial := _capture(call, 10)):
+            kernels = self._events(trial.replay, 1) / 10
+            self.per_graph = min(max(round(GRAPH_MICROSECONDS / kernels), 1), 500)
             self.graph = _capture(call, self.per_graph)
         if self.graph is not None:
             estimate = self._events(self.graph.replay, 1)
