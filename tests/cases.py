@@ -278,6 +278,26 @@ class Cache:
 # -- calls ----------------------------------------------------------------------------------------------------
 
 
+class Marked:
+    """A view of a wider buffer full of marks, as the result of a call with queries ``q``."""
+
+    def __init__(self, q: Tensor, v_head_size: int) -> None:
+        tokens, self.heads, _ = q.shape
+        dtype = q.dtype if q.dtype not in FP8_DTYPES else torch.bfloat16
+        self.wide = torch.full((tokens, self.heads + 1, v_head_size + PAD_COLUMNS), MARK, dtype=dtype, device=q.device)
+        self.out = self.wide[:, : self.heads, :v_head_size]
+
+    def verify(self, out: Tensor, lse: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        """The first rows of both, after a look at what the op had to leave alone."""
+        assert out.data_ptr() == self.out.data_ptr()
+        beside = (self.wide[:, self.heads :], self.wide[:, :, out.shape[2] :])
+        assert all((marks == MARK).all() for marks in beside), "wrote outside of out"
+        padding = out[rows:]
+        assert ((padding == MARK) | (padding == 0)).all(), "padding must stay or be 0"
+        assert lse.shape == (self.heads, len(out)) and lse.dtype is torch.float32
+        return out[:rows].contiguous(), lse[:, :rows].contiguous()
+
+
 @dataclass
 class Case:
     """A call of an op: arguments for the oracle, and what the op gets in their place."""
@@ -295,17 +315,8 @@ class Case:
             args["k_cache"], args["v_cache"], args["block_table"] = self.cache.poisoned(poison)
         args = {name: to(value, device) for name, value in args.items()}
         q, values = args["q"], args["v_cache"] if self.cache is not None else args["v"]
-        v_size = values.shape[3] if self.cache is not None else values.shape[2]
-        dtype = q.dtype if q.dtype not in FP8_DTYPES else torch.bfloat16
-        wide = torch.full((q.shape[0], q.shape[1] + 1, v_size + PAD_COLUMNS), MARK, dtype=dtype, device=device)
-        out = wide[:, : q.shape[1], :v_size]
-        got, lse = getattr(tritonattn, self.op)(**args, out=out, return_lse=True)
-        assert got.data_ptr() == out.data_ptr()
-        assert (wide[:, q.shape[1] :] == MARK).all() and (wide[:, :, v_size:] == MARK).all(), "wrote outside of out"
-        padding = out[self.rows :]
-        assert ((padding == MARK) | (padding == 0)).all(), "padding must stay or be 0"
-        assert lse.shape == (q.shape[1], q.shape[0]) and lse.dtype is torch.float32
-        return out[: self.rows].contiguous(), lse[:, : self.rows].contiguous()
+        room = Marked(q, values.shape[3] if self.cache is not None else values.shape[2])
+        return room.verify(*getattr(tritonattn, self.op)(**args, out=room.out, return_lse=True), self.rows)
 
     def oracle(self) -> Oracle:
         dtype = self.args["q"].dtype
@@ -381,3 +392,60 @@ def decode(
         "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale,
     }  # fmt: skip
     return Case("decode_attention", args | options, batch.tokens, cache)
+
+
+@dataclass
+class Mixed:
+    """A batch for the router. The cache holds of each request what its path reads from it, and poison elsewhere."""
+
+    batch: Batch
+    threshold: int = 1
+    layout: str = "preshuffled"
+    block_size: int = 16
+    kv_dtype: torch.dtype | None = None
+    shared: bool = False
+    """k = v = None: every new token is in the cache."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Of the router; sinks and descales among them."""
+
+    def __post_init__(self):
+        decoded = [self.shared or (query <= self.threshold and query < seq) for query, seq in self.batch.lens]
+        stored = [seq if cached else seq - query for (query, seq), cached in zip(self.batch.lens, decoded, strict=True)]
+        scale = {name: self.options.get(name) for name in ("k_descale", "v_descale")}
+        left = self.options.get("window_size", (-1, -1))[0]
+        self.cache = self.batch.cache(
+            stored, layout=self.layout, block_size=self.block_size, dtype=self.kv_dtype, window_left=left, **scale
+        )
+
+    def router(self, device: torch.device, **changes) -> tritonattn.Router:
+        batch = self.batch
+        options = {name: to(value, device) for name, value in self.options.items()}
+        return tritonattn.Router(
+            *batch.heads, batch.head_size, v_head_size=batch.v_head_size, dtype=batch.dtype, device=device, kv_layout=self.layout,
+            kv_dtype=self.kv_dtype, decode_threshold=self.threshold, **(options | changes),
+        )  # fmt: skip
+
+    def arguments(self, device: torch.device, poison: str = "nan") -> dict[str, Any]:
+        k_cache, v_cache, _ = self.cache.poisoned(poison)
+        batch = self.batch
+        args = {"q": batch.q, "k": None if self.shared else batch.k, "v": None if self.shared else batch.v, "k_cache": k_cache, "v_cache": v_cache}
+        return {name: to(value, device) for name, value in args.items()}
+
+    def run(self, device: torch.device, router: tritonattn.Router | None = None, **changes) -> tuple[Tensor, Tensor]:
+        router = router or self.router(device, **changes)
+        plan = router.plan(self.batch.query_lens, self.batch.seq_lens, self.cache.hidden_table.to(device))
+        args = self.arguments(device)
+        room = Marked(args["q"], self.batch.v_head_size)
+        return room.verify(*router.run(plan, **args, out=room.out, return_lse=True), self.batch.tokens)
+
+    def oracle(self) -> Oracle:
+        """All requests as extends: the path changes no result."""
+        options = dict(self.options)
+        scale = {name: options.pop(name, None) for name in ("k_descale", "v_descale")}
+        cached = {"layout": self.layout, "block_size": self.block_size, "kv_dtype": self.kv_dtype, **scale}
+        return extend(self.batch, shared=self.shared, options=options, **cached).oracle()
+
+    def check(self, device: torch.device, **changes) -> tuple[Tensor, Tensor]:
+        out, lse = self.run(device, **changes)
+        self.oracle().check(out, lse, slice(0, self.batch.tokens))
+        return out, lse
