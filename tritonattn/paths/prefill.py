@@ -43,7 +43,7 @@ def describe(base, length, stride, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, W
 
 @triton.jit
 def attend_tile(
-    q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block,
+    q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block, block_row,
     n, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap, stride_k_token, stride_v_token,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
     VEC: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr, MASKED: tl.constexpr,
@@ -51,10 +51,12 @@ def attend_tile(
 ):  # fmt: skip
     """Keys [n, n + BLOCK_N) into the state. MASKED tiles read only keys [lo, hi) and apply the mask.
 
-    *_block: see `describe`.
+    *_block: see `describe`; they count from the first key of all, k_base and v_base from key `block_row`.
     """
     keys = tl.arange(0, BLOCK_N)
-    ok = (n + keys >= lo) & (n + keys < hi)
+    ok = n + keys < hi
+    if WINDOW_LEFT:
+        ok = ok & (n + keys >= lo)
     k_tile = k_base + n * (stride_k_token.to(tl.int64) * VEC)
     v_tile = v_base + n * (stride_v_token.to(tl.int64) * VEC)
     k_rows = keys * stride_k_token * VEC
@@ -62,20 +64,22 @@ def attend_tile(
     d0 = tl.arange(0, D0)
     c0 = tl.arange(0, V0)
 
+    # By pointer, K is loaded as [columns, keys], the way the product takes it: on gfx950 it then goes from memory to LDS without
+    # registers and without a swizzle.
     if DESCRIPTORS:
-        k0 = k0_block.load([n, 0])
+        k0 = tl.trans(k0_block.load([block_row + n, 0]))
     else:
-        k0 = load_2d(k_tile, k_rows, d0, ok, d0 < D, MASKED, False)
-    s = tl.dot(q0, tl.trans(upcast(k0, q0.dtype)), input_precision="ieee")
+        k0 = load_2d(k_tile, d0, k_rows, d0 < D, ok, False, MASKED)
+    s = tl.dot(q0, upcast(k0, q0.dtype), input_precision="ieee")
     if D1 > 0:
         d1 = tl.arange(0, D1)
         if DESCRIPTORS:
-            k1 = k1_block.load([n, 0])
+            k1 = tl.trans(k1_block.load([block_row + n, 0]))
         else:
-            k1 = load_2d(k_tile + D0, k_rows, d1, ok, d1 < D - D0, MASKED, D0 + D1 > D)
-        s = tl.dot(q1, tl.trans(upcast(k1, q0.dtype)), s, input_precision="ieee")
+            k1 = load_2d(k_tile + D0, d1, k_rows, d1 < D - D0, ok, D0 + D1 > D, MASKED)
+        s = tl.dot(q1, upcast(k1, q0.dtype), s, input_precision="ieee")
     if DESCRIPTORS:
-        v0 = v0_block.load([n, 0])
+        v0 = v0_block.load([block_row + n, 0])
     elif PRELOAD_V:
         v0 = load_2d(v_tile, v_rows, c0, ok, c0 < DV, MASKED, False)
     distance = (n + keys)[None, :] - row_position[:, None]
@@ -91,7 +95,7 @@ def attend_tile(
     if V1 > 0:
         c1 = tl.arange(0, V1)
         if DESCRIPTORS:
-            v1 = v1_block.load([n, 0])
+            v1 = v1_block.load([block_row + n, 0])
         else:
             v1 = load_2d(v_tile + V0, v_rows, c1, ok, c1 < DV - V0, MASKED, V0 + V1 > DV)
         acc1 = tl.dot(p, upcast(v1, q0.dtype), acc1 * alpha[:, None], input_precision="ieee")
@@ -100,20 +104,22 @@ def attend_tile(
 
 @triton.jit
 def store_output(
-    out, lse, acc0, acc1, m, l, head, tokens, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head,
+    out, lse, acc0, acc1, m, l, head, token0, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head,
     V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr, VEC_OUT: tl.constexpr,
 ):  # fmt: skip
-    """The finished rows: [rows, DV] of `out` and their natural-log LSE."""
+    """The finished rows, from token `token0` on: [rows, DV] of `out` and their natural-log LSE."""
     inverse, lse_row = softmax.finish(m, l)
     inverse = (inverse * scale)[:, None]
-    rows = out + head.to(tl.int64) * stride_out_head * VEC_OUT + (tokens * stride_out_token * VEC_OUT)[:, None]
+    base = out + (token0 * stride_out_token + head.to(tl.int64) * stride_out_head) * VEC_OUT
+    index = tl.arange(0, m.shape[0])
+    rows = base + (index * stride_out_token * VEC_OUT)[:, None]
     tl.store(rows + tl.arange(0, V0)[None, :], (acc0 * inverse).to(out.dtype.element_ty), mask=row_ok[:, None])
     if V1 > 0:
         c1 = tl.arange(0, V1)
         ok = row_ok[:, None] & (c1 < DV - V0)[None, :]
         tl.store(rows + V0 + c1[None, :], (acc1 * inverse).to(out.dtype.element_ty), mask=ok)
     if lse is not None:
-        tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)
+        tl.store(lse + head.to(tl.int64) * stride_lse_head + token0 + index, lse_row * softmax.LN2, mask=row_ok)
 
 
 @triton.jit
@@ -195,12 +201,12 @@ def attend(
         diag = k_len - q_len
         k_row = k_begin
 
-    rows = row0 + tl.arange(0, BLOCK_M)
-    row_ok = rows < q_len
-    tokens = (q_start + rows).to(tl.int64)
+    rows = tl.arange(0, BLOCK_M)
+    row_ok = rows < q_len - row0
+    token0 = (q_start + row0).to(tl.int64)
     d0 = tl.arange(0, D0)
-    q_rows = tokens * stride_q_token * VEC
-    q_base = q + head.to(tl.int64) * stride_q_head * VEC
+    q_rows = rows * stride_q_token * VEC
+    q_base = q + (token0 * stride_q_token + head.to(tl.int64) * stride_q_head) * VEC
     q0 = upcast(load_2d(q_base, q_rows, d0, row_ok, d0 < D, True, False), COMPUTE)
     q1 = q0
     if D1 > 0:
@@ -248,28 +254,32 @@ def attend(
     row_last = tl.minimum(row0 + BLOCK_M, q_len) - 1
     lo, hi = mask.visible(row0, row_last, diag, k_len, window_left, window_right)
     begin, inner_begin, inner_end = mask.split_loops(row0, row_last, diag, k_len, window_left, window_right, lo, hi, BLOCK_N)
-    row_lo, row_hi = mask.row_limits(rows, diag, k_len, window_left, window_right)
+    # The unmasked loop goes first: what only the masks need is then not alive in it, which on CDNA is the difference to a spill. It
+    # counts from 0, so that the pipeliner's buffer index is a plain induction variable.
+    k_inner = k_base + inner_begin * (stride_k_token.to(tl.int64) * VEC)
+    v_inner = v_base + inner_begin * (stride_v_token.to(tl.int64) * VEC)
+    for n in tl.range(0, inner_end - inner_begin, BLOCK_N, num_stages=NUM_STAGES):
+        acc0, acc1, m, l = attend_tile(
+            q0, q1, acc0, acc1, m, l, k_inner, v_inner, k0_block, k1_block, v0_block, v1_block, inner_begin,
+            n, lo, hi, rows, rows, slope, rows + (row0 + diag - inner_begin), factor, softcap, stride_k_token, stride_v_token,
+            D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, False, BLOCK_N, CHEAP_P, PRELOAD_V, DESCRIPTORS,
+        )  # fmt: skip
+    row_lo, row_hi = mask.row_limits(rows, row0 + diag, k_len, window_left, window_right)
     left_tiles = (inner_begin - begin) // BLOCK_N
     masked_tiles = left_tiles + tl.cdiv(tl.maximum(hi - inner_end, 0), BLOCK_N)
     for i in tl.range(0, masked_tiles, num_stages=NUM_STAGES):
         n = tl.where(i < left_tiles, begin + i * BLOCK_N, inner_end + (i - left_tiles) * BLOCK_N)
         acc0, acc1, m, l = attend_tile(
-            q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block,
-            n, lo, hi, row_lo, row_hi, slope, rows + diag, factor, softcap, stride_k_token, stride_v_token, D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, True,
-            BLOCK_N, CHEAP_P, PRELOAD_V, DESCRIPTORS,
-        )  # fmt: skip
-    for n in tl.range(inner_begin, inner_end, BLOCK_N, num_stages=NUM_STAGES):
-        acc0, acc1, m, l = attend_tile(
-            q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block,
-            n, lo, hi, row_lo, row_hi, slope, rows + diag, factor, softcap, stride_k_token, stride_v_token, D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, False,
-            BLOCK_N, CHEAP_P, PRELOAD_V, DESCRIPTORS,
+            q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block, 0,
+            n, lo, hi, row_lo, row_hi, slope, rows + (row0 + diag), factor, softcap, stride_k_token, stride_v_token,
+            D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, True, BLOCK_N, CHEAP_P, PRELOAD_V, DESCRIPTORS,
         )  # fmt: skip
 
     scale = out_scale * descale(v_descale, kv_head, stride_v_descale)
     if PASS == 1 and KV_SHARED:
         if part_end == k_end:
             store_output(
-                out, lse, acc0, acc1, m, l, head, tokens, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head, V0, V1, DV,
+                out, lse, acc0, acc1, m, l, head, token0, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head, V0, V1, DV,
                 VEC_OUT,
             )  # fmt: skip
         else:
@@ -278,7 +288,7 @@ def attend(
         store_state(ml_slot, acc_slot, acc0, acc1, m, l, BLOCK_M, V0, V1, DV)
     else:
         store_output(
-            out, lse, acc0, acc1, m, l, head, tokens, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head, V0, V1, DV, VEC_OUT
+            out, lse, acc0, acc1, m, l, head, token0, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head, V0, V1, DV, VEC_OUT
         )
 
 

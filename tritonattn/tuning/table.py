@@ -10,8 +10,8 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,7 +22,7 @@ from .arch import Arch, warn_untuned
 from .tables_dir import tables_dir
 
 # Compile options of Triton among the config keys. The others in lower case steer the plan, those in capitals are constexprs.
-_OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim", "kpack", "maxnreg")
+_OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim", "kpack", "maxnreg", "llvm_fn_attrs")
 
 
 class TableError(ValueError):
@@ -37,14 +37,19 @@ class Row:
     config: Mapping[str, Any]
     provenance: Mapping[str, Any]
     where: str  # "gfx942/decode.json row 3", rows counted from 0
-    constexprs: Mapping[str, Any] = field(init=False)  # the config keys in capitals: BLOCK_M, ...
-    options: Mapping[str, Any] = field(init=False)  # Triton's compile options: num_warps, ...
 
-    def __post_init__(self):
-        object.__setattr__(self, "constexprs", MappingProxyType({k: v for k, v in self.config.items() if k.isupper()}))
-        options = {k: v for k, v in self.config.items() if k in _OPTIONS}
+    @cached_property
+    def constexprs(self) -> Mapping[str, Any]:
+        """The config keys in capitals: BLOCK_M, ..."""
+        return MappingProxyType({k: v for k, v in self.config.items() if k.isupper()})
+
+    @cached_property
+    def options(self) -> Mapping[str, Any]:
+        """Triton's compile options: num_warps, ..., without those that this Triton does not have."""
+        lacking = _lacking_options()
+        options = {k: v for k, v in self.config.items() if k in _OPTIONS and k not in lacking}
         # Scores are scaled inside the one FMA that feeds exp2; Triton 3.10 fuses only when asked.
-        object.__setattr__(self, "options", MappingProxyType({"enable_fp_fusion": True, **options}))
+        return MappingProxyType({"enable_fp_fusion": True, **options})
 
     def matches(self, key: Mapping[str, Any]) -> bool:
         return all(_holds(condition, key, name, self.where) for name, condition in self.when.items())
@@ -93,6 +98,16 @@ def pin(arch: Arch, **configs: Mapping[str, Any]) -> Arch:
     provenance = {"kind": "default", "note": "a candidate"}
     _pinned[copy] = {kernel: Row({}, config, provenance, f"candidate for {arch.name}/{kernel}") for kernel, config in configs.items()}
     return copy
+
+
+@cache
+def _lacking_options() -> tuple[str, ...]:
+    """Options that older Triton lacks; the code it makes is judged without them."""
+    try:
+        from triton.backends.amd.compiler import HIPOptions
+    except ImportError:
+        return ()
+    return tuple(name for name in ("llvm_fn_attrs",) if name not in HIPOptions.__dataclass_fields__)
 
 
 _watched: WeakKeyDictionary[Arch, list[tuple[str, Row]]] = WeakKeyDictionary()
