@@ -280,7 +280,7 @@ def run_decode(
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
     grid = (problem.num_kv_heads * plan.row_blocks, splits, num_seqs)
     start = partial(launch_wave, grid) if plan.row.config["form"] == "wave" and vec > 1 else decode[grid]
-    with launch.on(q):
+    with launch.on(q, plan.row):
         start(
             out, lse, part_out, part_lse,
             q, cache.k, cache.v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 import triton
@@ -11,6 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.runtime import _allocation
+
+from tritonattn.tuning.table import Row
 
 # What the matrix products run in. Triton's interpreter multiplies the bits of bfloat16 as integers: there it is widened.
 TRITON_DTYPES = {
@@ -35,12 +38,35 @@ def vec_width(*tensors: Tensor) -> int:
     return width
 
 
-def on(tensor: Tensor) -> AbstractContextManager:
-    """Makes the tensor's device the current one for a launch, which is where Triton launches."""
+def on(tensor: Tensor, row: Row | None = None) -> AbstractContextManager:
+    """Around a launch: makes the tensor's device the current one, which is where Triton launches, and sets what the table row asks
+    for that is no compile option: copies from memory to LDS without registers ("async_copy", gfx950)."""
     device = tensor.device
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return _NOWHERE
-    return torch.cuda.device(device)
+    elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
+    async_copy = None if row is None else row.config.get("async_copy")
+    if async_copy is not None and _ASYNC_COPY not in os.environ and _async_copy_default() != async_copy:
+        return _with_async_copy(async_copy, device if elsewhere else None)
+    return torch.cuda.device(device) if elsewhere else _NOWHERE
+
+
+_ASYNC_COPY = "TRITON_HIP_USE_ASYNC_COPY"  # a user who sets it has the last word
+
+
+def _async_copy_default() -> bool:
+    """What Triton does on gfx950 unless told. Where it leaves the question open (3.8 on), it answers yes."""
+    default = knobs.amd.use_async_copy
+    return True if default is None else bool(default)
+
+
+@contextmanager
+def _with_async_copy(wanted: bool, device: torch.device | None) -> Iterator[None]:
+    """Triton takes this from the environment alone, at the moment it compiles."""
+    os.environ[_ASYNC_COPY] = str(int(wanted))
+    with ExitStack() as stack:
+        stack.callback(os.environ.pop, _ASYNC_COPY, None)
+        if device is not None:
+            stack.enter_context(torch.cuda.device(device))
+        yield
 
 
 def workspace(tensor: Tensor, needed: bool) -> AbstractContextManager:

@@ -331,7 +331,7 @@ def run_pass(
     static = _static(row, problem, detect(q.device).dies)
     if vec == 1 and static["DESCRIPTORS"]:  # they need 16-byte strides
         static = {**static, "DESCRIPTORS": False}
-    with launch.on(q), launch.workspace(q, static["DESCRIPTORS"]):
+    with launch.on(q, row), launch.workspace(q, static["DESCRIPTORS"]):
         attend[(num_tiles * problem.num_q_heads,)](
             out, lse, state_ml, state_acc,
             q, k, v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
