@@ -366,6 +366,19 @@ def test_packed_halves():
         same(got, fn(lo(a), lo(b)) | fn(high(a), high(b)) << U32(16), "v_mul_f16" if "f16" in name else name)
 
 
+def test_mixed_precision_fma():
+    a, b = np.random.default_rng(12).standard_normal((2, 64)).astype(F)
+    pair = to_half(a) | to_half(b) << U32(16)
+    x, y = run("""v_fma_mix_f32 v3, v1, v2, -v4 op_sel:[1,0,0] op_sel_hi:[1,0,0]
+        v_mov_b32_e32 v5, 0
+        v_fma_mixlo_f16 v5, v1, v2, 0 op_sel_hi:[1,0,0]
+        v_fma_mixhi_f16 v5, |v2|, v4, v1 op_sel:[0,0,1] op_sel_hi:[0,0,1]""", {1: pair, 2: a, 4: b}, [3, 5])
+    low, high = half(pair), half(pair >> U32(16))
+    np.testing.assert_array_equal(f(x), fma(high, a, -b))
+    np.testing.assert_array_equal(lo(y), to_half(fma(low, a, np.zeros(64, F))))
+    np.testing.assert_array_equal(y >> U32(16), to_half(fma(np.abs(a), b, high)))
+
+
 @pytest.mark.parametrize("table", [0x78, 0xCA, 0x96, 0xE8, 1])
 def test_truth_table(table):
     a, b, c = np.random.default_rng(8).integers(0, 1 << 32, (3, 64), dtype=U32)

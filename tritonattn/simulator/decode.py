@@ -322,6 +322,18 @@ def _packed16(inst, line, m, maps):
     inst.imm[0] = _PACKED16.index(m[1])
 
 
+@_rule(r"v_fma_mix(_f32|lo_f16|hi_f16)")
+def _fma_mix(inst, line, m, maps):
+    _handler(inst, "fma_mix")
+    inst.dst[0] = _register(line.operands[0])
+    select, is_half = _list(line.modifiers.pop("op_sel", "[0,0,0]")), _list(line.modifiers.pop("op_sel_hi", "[0,0,0]"))
+    for k in range(3):
+        inst.src[k] = _narrow(_operand(line.operands[k + 1]))
+        inst.src[k].sel, inst.src[k].hi = select[k], is_half[k]
+    inst.imm[0] = ("_f32", "lo_f16", "hi_f16").index(m[1])
+    line.operands.clear()
+
+
 @_rule(r"v_bitop3_b(32|16)")
 def _bitop3(inst, line, m, maps):
     _handler(inst, "bitop3")

@@ -204,6 +204,28 @@ static void run_packed16(Wave *w, const Inst *i) {
     write_lanes(w, i->dst[0].index, r, out, exec_of(w));
 }
 
+// v_fma_mix: each source is an f32 register or one half of an f16 pair (hi: it is a pair; sel: which half). imm[0]: f32, low f16 or high f16 result.
+static void run_fma_mix(Wave *w, const Inst *i) {
+    u32 buf[3][LANES], r[LANES], d = i->dst[0].index; Shadow t[3], all = DEFINED, keep = w->v_undef[d]; const u32 *s[3];
+    settled(w, d);
+    for (int k = 0; k < 3; k++) {
+        Operand o = i->src[k]; o.neg = o.abs = o.sel = 0;
+        const u32 *v = read_lanes(w, &o, 0, buf[k], &t[k]); u32 shift = i->src[k].sel ? 16 : 0;
+        u32 flip = i->src[k].neg ? 0x80000000 : 0, mask = i->src[k].abs ? 0x7FFFFFFF : ~0u;
+        if (i->src[k].hi) { EACH_LANE(l) buf[k][l] = bits(from_f16(v[l] >> shift & 0xFFFF)); t[k] = both(shift ? t[k].hi : t[k].lo); }
+        else if (v != buf[k]) memcpy(buf[k], v, sizeof buf[k]);
+        EACH_LANE(l) buf[k][l] = (buf[k][l] & mask) ^ flip;
+        s[k] = buf[k]; all = join(all, spoiled(t[k]));
+    }
+    EACH_LANE(l) {
+        u32 x = bits(fmaf(flt(s[0][l]), flt(s[1][l]), flt(s[2][l])));
+        r[l] = i->imm[0] == 0 ? x : i->imm[0] == 1 ? (w->V[d][l] & 0xFFFF0000) | to_f16(flt(x)) : (w->V[d][l] & 0xFFFF) | to_f16(flt(x)) << 16;
+    }
+    if (i->imm[0] == 1) all.hi = keep.hi;
+    if (i->imm[0] == 2) all.lo = keep.lo;
+    write_lanes(w, d, r, all, exec_of(w));
+}
+
 // v_bitop3: a truth table over three sources, bit 4a+2b+c of the table.
 static void run_bitop3(Wave *w, const Inst *i) {
     u32 buf[3][LANES], r[LANES]; Shadow t[3], all = DEFINED; const u32 *s[3]; u32 table = i->imm[0];

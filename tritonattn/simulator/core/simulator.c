@@ -15,7 +15,7 @@ static void run_barrier(Wave *w, const Inst *i) { (void)w; (void)i; }
 // Instructions whose handler needs no table of its own: name, handler. decode.py fills in their operands and immediates.
 #define HANDLERS(_) \
     _(nothing) _(end) _(trap) _(setreg) _(waitcnt) _(barrier) _(branch) _(saveexec) _(select) _(carry) _(mad64) _(div_scale) _(div_fmas) _(div_fixup) \
-    _(packed32) _(packed16) _(bitop3) _(readlane) _(writelane) _(mbcnt) _(swap) _(permlane_swap) _(unpack_small) _(unpack_one) _(pack_small) _(mfma) \
+    _(packed32) _(packed16) _(fma_mix) _(bitop3) _(readlane) _(writelane) _(mbcnt) _(swap) _(permlane_swap) _(unpack_small) _(unpack_one) _(pack_small) _(mfma) \
     _(lds_read) _(lds_write) _(lds_read_transposed) _(bpermute) _(permute) _(swizzle) _(scalar_load) _(load) _(store) _(load_lds) _(scratch_load) \
     _(scratch_store) _(atomic)
 
