@@ -87,11 +87,15 @@ def test_a_run_is_compared_with_an_earlier_one_and_drawn(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     run, picture = str(tmp_path / "run.json"), tmp_path / "run.png"
     words = ["bench", "decode", "--row", "B1 S1024 64/4", "--smoke"]
-    assert main([*words, "--json", run]) == 0
+    assert main([*words, "--json", run, "--cold"]) == 0
     assert main([*words, "--base", run, "--config", "BLOCK_N=32", "--picture", str(picture), "--only", "nhd"]) == 0
     shown = capsys.readouterr().out
     assert "base / now" in shown and "mean nothing" in shown
     assert picture.read_bytes().startswith(b"\x89PNG")
+    assert main(["bench", "--show", run]) == 0
+    assert "cold" in capsys.readouterr().out
+    assert main([*words, "--seconds", "0"]) == 0
+    assert "out of time for decode B1 S48 4/1" in capsys.readouterr().out
 
 
 @runs

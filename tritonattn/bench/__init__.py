@@ -10,9 +10,11 @@
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from typing import Any
 
-from tritonattn.bench.rows import SUITES
+from tritonattn.bench.rows import SUITES, Row, select
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,29 +28,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--picture", metavar="FILE", help="draw the result (needs matplotlib)")
     add("--config", default="", metavar="KEY=VALUE,...", help="replace values of the suite's tuning row, or KERNEL.KEY=VALUE of another's")
     add("--sweep", metavar="FILE", help="rank the configs of this JSON list, each laid over the tuning row")
+    add("--show", metavar="FILE", help="show or draw this earlier --json, and time nothing")
+    add("--cold", action="store_true", help="go round several sets of inputs, so that no cache holds them")
+    add("--seconds", type=float, default=math.inf, metavar="N", help="begin no further row after so long")
     add("--list", action="store_true", help="print the rows and stop")
     add("--smoke", action="store_true", help="tiny sizes: do they run? the times mean nothing")
 
 
 def run(args: argparse.Namespace) -> int:
-    from tritonattn.bench.rows import select
-
     rows = select(args.suites, args.row)
     if args.list:
         for row in rows:
             print(f"{row.suite}: {row.name}")
         return 0
-    if args.smoke:
-        rows = list(dict.fromkeys(row.smoke() for row in rows))
-    from tritonattn.bench import report
+    from tritonattn.bench import report, sweep
 
     base = report.load(args.base) if args.base else None
-    document = _measure(rows, args)
-    if args.json:
-        report.save(document, args.json)
-    if args.sweep:
-        from tritonattn.bench import sweep
-
+    document = report.load(args.show) if args.show else _measure(rows, args)
+    if any("candidates" in result for result in document["results"]):
         report.show_machine(document)
         sweep.show(document["results"])
         return 0
@@ -63,32 +60,46 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _measure(rows, args) -> dict[str, Any]:
+def _measure(rows: list[Row], args: argparse.Namespace) -> dict[str, Any]:
+    """The document of a run; with --json it is on disk after every row, for whoever is cut short."""
     import torch
     from rich.progress import Progress
 
-    from tritonattn.bench import sweep
+    from tritonattn.bench import ahead, report, sweep
     from tritonattn.bench.machine import describe
     from tritonattn.bench.peers import Installed
     from tritonattn.bench.runner import parse_config, run_row
-    from tritonattn.bench.timing import ceilings
+    from tritonattn.bench.timing import ceilings, reason
 
+    begin = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not args.smoke:
         raise ValueError("bench needs a GPU; --smoke runs tiny sizes in the interpreter (TRITON_INTERPRET=1)")
+    if args.smoke:
+        rows = list(dict.fromkeys(row.smoke() for row in rows))
     peers, config = Installed(args.peers), parse_config(args.config)
     candidates = sweep.load(args.sweep) if args.sweep else {}
     document: dict[str, Any] = {
         "machine": describe(device), "ceilings": {} if args.smoke or args.sweep else ceilings(device), "meaningless": args.smoke,
-        "config": config, "configs": candidates, "missing peers": peers.missing, "results": [],
+        "cold": args.cold, "config": config, "configs": candidates, "missing peers": peers.missing, "results": [],
     }  # fmt: skip
     with Progress(transient=True) as progress:
-        task = progress.add_task("bench", total=len(rows))
+        task = progress.add_task("compiling", total=len(rows))
+        if device.type == "cuda":
+            try:
+                ahead.compile_rows(rows, device, candidates.values() or [config], args.only)
+            except Exception as error:  # it only saves time
+                progress.console.print(f"not compiled ahead: {reason(error)}")
         for row in rows:
+            if time.monotonic() - begin > args.seconds:
+                document["left out"] = [f"{row.suite} {row.name}" for row in rows[len(document["results"]) :]]
+                break
             progress.update(task, description=f"{row.suite} {row.name}")
             if candidates:
                 document["results"].append(sweep.sweep_row(row, device, candidates, args.only))
             else:
-                document["results"].append(run_row(row, device, peers, config, args.only))
+                document["results"].append(run_row(row, device, peers, config, args.only, args.cold))
+            if args.json:
+                report.save(document, args.json)
             progress.advance(task)
     return document

@@ -58,7 +58,7 @@ def _cells(result: dict[str, Any], call: dict[str, Any], ceilings: dict[str, flo
     if "refused" in call:
         return ["-", "", "", "", "", "", "none"]
     first = next((c["us"] for c in result["calls"].values() if "us" in c), call["us"])
-    us, error = call["us"], "NaN" if math.isnan(call["error"]) else f"{call['error']:.1e}"
+    us, error = call["us"], "NaN" if call["error"] is None or math.isnan(call["error"]) else f"{call['error']:.1e}"
     return [
         f"{us:.1f}", f"{(call['high'] - call['low']) / us:.0%}", rate(result, us, ceilings), f"{call['eager_us']:.0f}",
         f"{call['host_us']:.0f}", f"{us / first:.2f}", f"[red]{error}" if call["wrong"] else error,
@@ -124,6 +124,10 @@ def show_machine(document: dict[str, Any]) -> None:
         out.print(f"copy {copy:.2f} TB/s, read and written · matmul {matmul:.0f} TFLOP/s")
     for name, why in document["missing peers"].items():
         out.print(f"no {name}: {why}", highlight=False)
+    if document["cold"]:
+        out.print("cold: the calls go round several sets of inputs")
+    for name in document.get("left out", ()):
+        out.print(f"out of time for {name}", highlight=False)
     if document["meaningless"]:
         out.print("[yellow]tiny sizes: the times mean nothing")
 
@@ -140,7 +144,7 @@ def load(path: str) -> dict[str, Any]:
     """A file that `--json` wrote. ValueError if it is none."""
     try:
         document = json.loads(Path(path).read_text(encoding="utf-8"))
-        document["results"], document["ceilings"], document["machine"]
+        document["results"], document["ceilings"], document["machine"], document["cold"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} must be a file written by bench --json: {error}") from None
     return document

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from tritonattn.tuning.arch import Arch, assume, detect
 from tritonattn.tuning.table import Row as TableRow
 from tritonattn.tuning.table import pin, watch
 
+MAX_COPIES = 64
 TOLERANCE = 0.02  # relative error over the sample; bfloat16 lands near 2e-3, and fp8 is compared with what is stored
 
 Config = dict[str, Any]
@@ -54,22 +57,41 @@ def pinned(arch: Arch, config: Config, kernel: str, used: dict[str, TableRow]) -
     return pin(arch, **{of: {**(used[of].config if of in used else {}), **change} for of, change in changes.items()})
 
 
-def run_row(row: Row, device: torch.device, peers: Peers | None, config: Config, only: str = "") -> dict[str, Any]:
-    """The JSON of a row: its work, and per call the time and the error, or the reason why it did not run."""
+def run_row(
+    row: Row, device: torch.device, peers: Peers | None, config: Config, only: str = "", cold: bool = False
+) -> dict[str, Any]:
+    """The JSON of a row: its work, and per call the time and the error, or the reason why it did not run.
+
+    cold: the calls go round several sets of inputs, more than the caches hold.
+    """
     head: dict[str, Any] = {"suite": row.suite, "name": row.name}
     try:
         case = build(row, device, peers, only)
+        others = [build(row, device, peers, only) for _ in range(_copies(case, device) - 1)] if cold else []
     except (AttributeError, ImportError, torch.OutOfMemoryError, ValueError, TypeError) as error:
         return {**head, "flops": 0.0, "bytes": 0.0, "calls": {"tritonattn": {"refused": reason(error)}}}
     arch = detect(device)
     used = table_rows(next(iter(case.calls.values())), arch)
     with assume(pinned(arch, config, case.kernel, used)):
-        calls = time_case(case, device)
+        calls = time_case(case, device, others)
     where = {kernel: found.where for kernel, found in used.items()}
     result = {**head, "flops": case.flops, "bytes": case.bytes, "table rows": where, "calls": calls}
-    del case
+    del case, others
     release(device)
     return result
+
+
+def _copies(case: Case, device: torch.device) -> int:
+    """Sets of inputs that together overflow the caches by half."""
+    arch = detect(device)
+    return min(max(math.ceil(1.5 * max(arch.l2_bytes, arch.last_level_bytes) / max(case.bytes, 1)), 1), MAX_COPIES)
+
+
+def _in_turn(calls: list[Call]) -> Call:
+    if len(calls) == 1:
+        return calls[0]
+    turn = cycle(calls)
+    return lambda: next(turn)()
 
 
 def release(device: torch.device) -> None:
@@ -79,8 +101,8 @@ def release(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def time_case(case: Case, device: torch.device, hopeless: float = math.inf) -> dict[str, dict[str, Any]]:
-    """Errors first, then the times of the calls that ran."""
+def time_case(case: Case, device: torch.device, others: Sequence[Case] = (), hopeless: float = math.inf) -> dict[str, dict[str, Any]]:
+    """Errors first, then the times of the calls that ran; `others` are the same case on further inputs, to go round."""
     found: dict[str, dict[str, Any]] = {}
     for name, call in case.calls.items():
         try:
@@ -89,7 +111,7 @@ def time_case(case: Case, device: torch.device, hopeless: float = math.inf) -> d
             found[name] = {"refused": reason(problem)}
         else:
             found[name] = {"error": error, "wrong": not error <= TOLERANCE}
-    runs = {name: call for name, call in case.calls.items() if "error" in found[name]}
+    runs = {name: _in_turn([c.calls[name] for c in (case, *others)]) for name in case.calls if "error" in found[name]}
     times, refused = measure(runs, device, host=case.host, hopeless=hopeless)
     for name, why in refused.items():
         found[name] = {"refused": why}

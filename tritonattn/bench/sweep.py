@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -58,38 +54,13 @@ def sweep_row(row: Row, device: torch.device, candidates: dict[str, Config], onl
         return run
 
     case.calls = {label: on(pinned(arch, config, case.kernel, used)) for label, config in candidates.items()}
-    if device.type == "cuda":
-        with compile_only(os.cpu_count() or 1):
-            for run in case.calls.values():
-                try:
-                    run()
-                except Exception:  # it fails again below, where it is recorded
-                    continue
     result = {
         "suite": row.suite, "name": row.name, "call": name, "flops": case.flops, "bytes": case.bytes,
-        "table rows": {kernel: found.where for kernel, found in used.items()}, "candidates": time_case(case, device, HOPELESS),
+        "table rows": {kernel: found.where for kernel, found in used.items()}, "candidates": time_case(case, device, hopeless=HOPELESS),
     }  # fmt: skip
     del case
     release(device)
     return result
-
-
-@contextmanager
-def compile_only(workers: int) -> Iterator[None]:
-    """Within the block a launch only asks for its kernel; all of them are compiled, in parallel, when the block ends."""
-    from triton import AsyncCompileMode, JITFunction
-
-    launch = JITFunction.run
-
-    def compile_it(self, *args, grid, warmup=False, **kwargs):
-        return launch(self, *args, grid=grid, warmup=True, **kwargs)
-
-    with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool, ignore_errors=True):
-        JITFunction.run = compile_it
-        try:
-            yield
-        finally:
-            JITFunction.run = launch
 
 
 def overall(results: list[dict[str, Any]]) -> list[tuple[float, float, str]]:
