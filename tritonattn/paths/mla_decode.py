@@ -18,7 +18,6 @@ from torch import Tensor
 
 from tritonattn.paths import launch
 from tritonattn.paths.combine import run_combine
-from tritonattn.paths.decode import split_bounds
 from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, compute_dtype, power_of_two
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnProblem, MlaParams, split_head_size
@@ -90,7 +89,7 @@ def mla_decode(
     diag = k_len - q_len
     row_last = tl.minimum(row0 + ROWS, q_len * NUM_HEADS) - 1
     lo, hi = mask.visible(row0 // NUM_HEADS, row_last // NUM_HEADS, diag, k_len, k_len, window_right)
-    begin, end = split_bounds(lo, hi, split, splits, BLOCK_N)
+    begin, end = mask.split_bounds(lo, hi, split, splits, BLOCK_N)
     hi = tl.where(split < splits, end, begin)
     row_lo, row_hi = mask.row_limits(query, diag, k_len, k_len, window_right)
     row_hi = tl.minimum(row_hi, hi)
