@@ -16,6 +16,7 @@ import torch
 from tritonattn.bench.cases import Call, Case, Peers, build
 from tritonattn.bench.rows import Row
 from tritonattn.bench.timing import measure, reason
+from tritonattn.tuning import schema
 from tritonattn.tuning.arch import Arch, assume, detect
 from tritonattn.tuning.table import Row as TableRow
 from tritonattn.tuning.table import pin, watch
@@ -37,7 +38,15 @@ def parse_config(text: str) -> Config:
             config[key.strip()] = json.loads(value.lower() if value in ("True", "False") else value)
         except ValueError:
             config[key.strip()] = value.strip()
+    check_config(config, "--config")
     return config
+
+
+def check_config(config: Config, name: str) -> None:
+    """ValueError for a key or a value that no table row may have."""
+    found = schema.errors({key.rpartition(".")[2]: value for key, value in config.items()}, schema.tables()["$defs"]["config"])
+    if found:
+        raise ValueError(f"{name}: {'; '.join(found)}")
 
 
 def table_rows(call: Call, arch: Arch) -> dict[str, TableRow]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from tritonattn.bench import report
 from tritonattn.bench.cases import build
 from tritonattn.bench.rows import Row
-from tritonattn.bench.runner import Config, pinned, release, table_rows, time_case
+from tritonattn.bench.runner import Config, check_config, pinned, release, table_rows, time_case
 from tritonattn.bench.timing import reason
 from tritonattn.tuning.arch import Arch, assume, detect
 
@@ -29,6 +29,8 @@ def load(path: str) -> dict[str, Config]:
         raise ValueError(f"--sweep must be a JSON file: {error}") from None
     if not isinstance(configs, list) or not all(isinstance(config, dict) for config in configs):
         raise ValueError(f"--sweep must be a JSON list of objects, got {type(configs).__name__}")
+    for i, config in enumerate(configs):
+        check_config(config, f"--sweep, entry {i}")
     keys = dict.fromkeys(key for config in configs for key in config)
     varied = [key for key in keys if len({config.get(key) for config in configs}) > 1]
     if all(config.get("num_stages") == config.get("NUM_STAGES") for config in configs):
