@@ -37,10 +37,9 @@ class Verdict:
         instructions = loop.instructions * self.report.num_warps
         if self.kernel == "prefill":
             return instructions / (tile["BLOCK_M"] * tile["BLOCK_N"]), "row and key"
-        keys = tile["BLOCK_N"] * (self.report.num_warps if "wave" in self.report.kernel else 1)
         if self.kernel == "mla_decode":
-            return instructions / (tile.get("BLOCK_H", 16) * keys), "head and key"
-        return instructions / keys, "key of a KV head"
+            return instructions / (tile.get("BLOCK_H", 16) * tile["BLOCK_N"]), "head and key"
+        return instructions / tile["BLOCK_N"], "key of a KV head"
 
     def facts(self) -> dict[str, Any]:
         """All of it as plain data."""

@@ -103,7 +103,7 @@ def capture(arch: str | Arch, dry: bool = False) -> Iterator[list[Launch]]:
             tritonattn.decode_attention(...)
         print(read(launches[0]).loops)
 
-    dry: nothing is compiled either, and nothing listed; just the host side of the ops runs.
+    dry: launches are not compiled either, and not listed; just the host side of the ops runs.
     Outputs of the ops stay unwritten. Not for use beside other threads that launch kernels: Triton has one active driver.
     ValueError for an arch Triton cannot compile without its GPU; RuntimeError under TRITON_INTERPRET=1, which compiles nothing.
     """
@@ -122,7 +122,7 @@ def capture(arch: str | Arch, dry: bool = False) -> Iterator[list[Launch]]:
     run = jit.JITFunction.run
 
     def compile_only(self, *args, grid, warmup=False, **kwargs):
-        if dry:
+        if dry and not warmup:
             return None
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         touched.append(self)
