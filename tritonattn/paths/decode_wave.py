@@ -256,6 +256,7 @@ def pick_order(kernel, grid, args, meta):
 def launch_wave(grid, *args, **meta):
     """`decode[grid](*args, **meta)` in the form of this file: takes what `decode` takes and settles the rest of the constexprs."""
     x = meta["X"]
+    del meta["SAME_STRIDES"]  # K and V addresses are apart here anyway
     meta["WAVES"] = meta["num_warps"]
     meta.setdefault("CHEAP_P", False)
     if meta["D1"]:  # a lane group takes 16 bytes of a row, and there are four of them
