@@ -16,7 +16,7 @@ hypothesis.settings.register_profile(
     deadline=None,
     derandomize=True,
     database=None,
-    max_examples=60 if ON_GPU else 8,  # an interpreted kernel takes a second
+    max_examples=60 if ON_GPU else 6,  # an interpreted kernel takes a second
     suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture, hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("tests")
