@@ -53,5 +53,5 @@ def test_attention(arch, seq_q, seq_k):
 
 def test_a_byte_too_far_is_a_fault(arch):
     x, y, out = torch.randn(1000), torch.randn(999), torch.empty(1000)
-    with pytest.raises(SimulatorError, match="memory at .*past the end of a tensor of 3996 bytes"):
+    with pytest.raises(SimulatorError, match="memory at .*bytes past the end of a tensor of 3996 bytes"):
         kernels.add[(4,)](x, y, out, 1000, BLOCK=256)

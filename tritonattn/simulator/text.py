@@ -103,7 +103,7 @@ def parse(text):
             continue
         if re.match(r"\.Lfunc_end|\s*\.section", line):
             break
-        label = re.match(r"(\.?[\w$]+):", line)
+        label = re.match(r"\s*(\.?[\w$]+):\s*$", line)
         if label:
             labels[label[1]] = len(kernel.lines)
         elif line.strip() and not line.lstrip().startswith("."):

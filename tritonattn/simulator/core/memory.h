@@ -8,10 +8,10 @@ static u8 *host(Wave *w, u64 at, u32 size, int write, int lane, const char *what
         while (hi - lo > 1) { u32 mid = (lo + hi) / 2; if (r[mid].start <= at) lo = mid; else hi = mid; }
         hit = &r[lo];
         if (!(at >= hit->start && at + size <= hit->end)) {
-            u64 after = at >= hit->end ? at - hit->end : 0;
-            if (at < hit->start || after > 1 << 20) fail(w, MEMORY, lane, "%s of %u bytes at %#llx, far from every tensor of this launch", what, size, (unsigned long long)at);
-            fail(w, MEMORY, lane, "%s of %u bytes, %lld bytes %s the end of a tensor of %llu bytes", what, size, (long long)(at >= hit->end ? after : hit->end - at),
-                 at >= hit->end ? "past" : "before", (unsigned long long)(hit->end - hit->start));
+            u64 over = at + size - hit->end;                 // wraps far away when the access lies before the range
+            if (at < hit->start || over > 1 << 20) fail(w, MEMORY, lane, "%s of %u bytes at %#llx, far from every tensor of this launch", what, size, (unsigned long long)at);
+            fail(w, MEMORY, lane, "%s of %u bytes reaches %llu bytes past the end of a tensor of %llu bytes", what, size, (unsigned long long)over,
+                 (unsigned long long)(hit->end - hit->start));
         }
         g->last_range = hit - r;
     }
