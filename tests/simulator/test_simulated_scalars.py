@@ -7,7 +7,7 @@ from machine import run
 
 from tritonattn.simulator import core
 
-EDGES32 = [0, 1, 2, 5, 31, 32, 33, 0x7F, 0xFF, 0x8000, 0xFFFF, 0x10005, 0x100010, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFE, 0xFFFFFFFF, 0x12345678]
+EDGES32 = [0, 1, 2, 5, 31, 32, 33, 0x7F, 0xFF, 0x8000, 0xFFFF, 0x10005, 0x100010, 0x80000, 0x200008, 0x280020, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFE, 0xFFFFFFFF, 0x12345678]
 M32, M64 = (1 << 32) - 1, (1 << 64) - 1
 
 
@@ -44,13 +44,13 @@ def overflow(r, a, b):
     return not -(1 << 31) <= r < 1 << 31
 
 
-def field(a, b, sign):
-    at, n = b & 31, b >> 16 & 127
-    v = (s32(a) if sign else a) >> at
+def field(a, b, sign, bits=32):
+    at, n = b & bits - 1, b >> 16 & 127
+    v = ((s32 if bits == 32 else s64)(a) if sign else a) >> at
     if n == 0:
         return 0
-    v &= (1 << n) - 1 if n < 32 else M32
-    return v - (1 << n) if sign and n < 32 and v >> n - 1 else v
+    v &= (1 << min(n, bits)) - 1
+    return v - (1 << n) if sign and n < bits and v >> n - 1 else v
 
 
 LOGIC = {"and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b, "xnor": lambda a, b: ~(a ^ b), "nand": lambda a, b: ~(a & b),
@@ -63,6 +63,8 @@ REFERENCE = {
     "s_lshl_b32": nonzero(lambda a, b: a << (b & 31)), "s_lshl_b64": nonzero(lambda a, b: a << (b & 63), 64), "s_lshr_b32": nonzero(lambda a, b: a >> (b & 31)),
     "s_lshr_b64": nonzero(lambda a, b: a >> (b & 63), 64), "s_ashr_i32": nonzero(lambda a, b: s32(a) >> (b & 31)), "s_ashr_i64": nonzero(lambda a, b: s64(a) >> (b & 63), 64),
     "s_bfe_u32": nonzero(lambda a, b: field(a, b, False)), "s_bfe_i32": nonzero(lambda a, b: field(a, b, True)),
+    "s_bfe_u64": nonzero(lambda a, b: field(a, b, False, 64), 64), "s_bfe_i64": nonzero(lambda a, b: field(a, b, True, 64), 64),
+    "s_bfm_b64": keep(lambda a, b: ((1 << (a & 63)) - 1) << (b & 63)),
     "s_bfm_b32": keep(lambda a, b: ((1 << (a & 31)) - 1) << (b & 31)), "s_bitset0_b32": lambda a, b, d, c: (d & ~(1 << (a & 31)), c),
     "s_bitset1_b32": lambda a, b, d, c: (d | 1 << (a & 31), c), "s_brev_b32": keep(lambda a, b: int(f"{a:032b}"[::-1], 2)),
     "s_bcnt1_i32_b32": nonzero(lambda a, b: a.bit_count()), "s_bcnt1_i32_b64": nonzero(lambda a, b: a.bit_count()),

@@ -37,6 +37,9 @@ typedef struct { u64 a, b, d; u64 r; int scc, set; } Sc;
     _(s_ashr_i64, "S=Ss", ANY, r = (u64)((i64)a >> (b & 63)); NONZERO) \
     _(s_bfe_u32, "s=ss", ANY, r = field(a, b); NONZERO) \
     _(s_bfe_i32, "s=ss", ANY, r = sign_field(a, b); NONZERO) \
+    _(s_bfe_u64, "S=Ss", ANY, r = field64(a, b); NONZERO) \
+    _(s_bfe_i64, "S=Ss", ANY, r = sign_field64(a, b); NONZERO) \
+    _(s_bfm_b64, "S=ss", ANY, r = (((u64)1 << (a & 63)) - 1) << (b & 63)) \
     _(s_bfm_b32, "s=ss", ANY, r = (u32)(((1u << (a & 31)) - 1) << (b & 31))) \
     _(s_bitset0_b32, "s=s", ANY, r = x->d & ~(1u << (a & 31))) \
     _(s_bitset1_b32, "s=s", ANY, r = x->d | 1u << (a & 31)) \
@@ -111,6 +114,13 @@ static u32 sign_field(u64 a, u64 b) {
     if (n == 0) return 0;
     if (n + at >= 32) return (u32)((i32)(u32)a >> at);
     return (u32)((i32)((u32)a << (32 - n - at)) >> (32 - n));
+}
+static u64 field64(u64 a, u64 b) { u32 at = b & 63, n = b >> 16 & 127; return n == 0 ? 0 : a >> at & (n >= 64 ? ALL : ((u64)1 << n) - 1); }
+static u64 sign_field64(u64 a, u64 b) {
+    u32 at = b & 63, n = b >> 16 & 127;
+    if (n == 0) return 0;
+    if (n + at >= 64) return (u64)((i64)a >> at);
+    return (u64)((i64)(a << (64 - n - at)) >> (64 - n));
 }
 static u32 reverse_bits(u32 a) { u32 r = 0; for (int k = 0; k < 32; k++) r |= (a >> k & 1) << (31 - k); return r; }
 
