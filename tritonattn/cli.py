@@ -13,6 +13,7 @@ COMMANDS = {
     "info": ("tritonattn.info", "device, arch, versions and the tables found"),
     "demo": ("tritonattn.demo", "serve a real model through prefill, extend and decode, and check every token"),
     "check": ("tritonattn.tuning.check", "compile every table row without a GPU and judge the code"),
+    "warmup": ("tritonattn.warmup", "compile ahead for a model, so that serving never does"),
     "bench": ("tritonattn.bench", "time the kernels side by side with others, each with its error"),
 }
 

@@ -16,10 +16,10 @@ HERE = Path(__file__).parent
 
 def report_of(*loops, **changes):
     """A faultless report but for what the arguments say."""
-    sound = dict(
-        kernel="k", arch="gfx942", vector_registers=64, accumulator_registers=0, registers=64, scalar_registers=8, spills=0, scalar_spills=0,
-        scratch=0, lds=0, num_warps=4, occupancy=8, loops=loops, fp8_input=False,
-    )  # fmt: skip
+    sound = {
+        "kernel": "k", "arch": "gfx942", "vector_registers": 64, "accumulator_registers": 0, "registers": 64, "scalar_registers": 8,
+        "spills": 0, "scalar_spills": 0, "scratch": 0, "lds": 0, "num_warps": 4, "occupancy": 8, "loops": loops, "fp8_input": False,
+    }  # fmt: skip
     return codegen.Report(**{**sound, **changes})
 
 
