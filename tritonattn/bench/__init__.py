@@ -87,7 +87,10 @@ def _measure(rows: list[Row], args: argparse.Namespace) -> dict[str, Any]:
         task = progress.add_task("compiling", total=len(rows))
         if device.type == "cuda":
             try:
-                ahead.compile_rows(rows, device, candidates.values() or [config], args.only)
+                if candidates:
+                    ahead.compile_rows(rows, device, None, candidates.values(), args.only or report.OURS)
+                else:
+                    ahead.compile_rows(rows, device, peers, [config], args.only)
             except Exception as error:  # it only saves time
                 progress.console.print(f"not compiled ahead: {reason(error)}")
         for row in rows:

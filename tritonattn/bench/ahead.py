@@ -9,8 +9,7 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-from tritonattn.bench.cases import Case, build
-from tritonattn.bench.report import OURS
+from tritonattn.bench.cases import Case, Peers, build
 from tritonattn.bench.rows import Row
 from tritonattn.bench.runner import Config, pinned, release, table_rows
 from tritonattn.tuning.arch import Arch, assume, detect
@@ -34,14 +33,14 @@ def compile_only(workers: int) -> Iterator[None]:
             JITFunction.run = launch
 
 
-def compile_rows(rows: list[Row], device: torch.device, configs: Iterable[Config], only: str) -> None:
-    """Every kernel of our calls on these rows with each of the configs. What fails here fails again where it is recorded."""
+def compile_rows(rows: list[Row], device: torch.device, peers: Peers | None, configs: Iterable[Config], only: str) -> None:
+    """Every Triton kernel of these rows, ours with each of the configs. What fails here fails again where it is recorded."""
     configs = list(configs)
     arch = detect(device)
     with compile_only(os.cpu_count() or 1):
         for row in rows:
             with suppress(Exception):
-                _ask(build(row, device, None, only or OURS), arch, configs)
+                _ask(build(row, device, peers, only), arch, configs)
             release(device)
 
 
