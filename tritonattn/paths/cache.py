@@ -174,13 +174,16 @@ def run_write(
     fp8 = FP8_FORMATS.get(cache.k.dtype)
     k_cache, v_cache = (cache.k, cache.v) if fp8 is None else (cache.k.view(torch.uint8), cache.v.view(torch.uint8))
     with launch.on(key):
-        write[(-(-num_slots // static["BLOCK_T"]), cache.num_kv_heads)](
-            k_cache, v_cache, key, value, k_scale.pointer, v_scale.pointer, slot_mapping,
-            key.stride(0) // vec, key.stride(1) // vec, value.stride(0) // vec, value.stride(1) // vec,
-            cache.stride_k_block // vec_cache, cache.stride_k_token // vec_cache, cache.stride_k_head // vec_cache,
-            cache.stride_v_block // vec_cache, cache.stride_v_token // vec_cache, cache.stride_v_head // vec_cache,
-            k_scale.stride, v_scale.stride, num_slots, k_scale.factor, v_scale.factor,
-            VEC=vec, VEC_CACHE=vec_cache, FP8=fp8, **static, **row.options,
+        launch.run(
+            write, (-(-num_slots // static["BLOCK_T"]), cache.num_kv_heads),
+            (
+                k_cache, v_cache, key, value, k_scale.pointer, v_scale.pointer, slot_mapping,
+                key.stride(0) // vec, key.stride(1) // vec, value.stride(0) // vec, value.stride(1) // vec,
+                cache.stride_k_block // vec_cache, cache.stride_k_token // vec_cache, cache.stride_k_head // vec_cache,
+                cache.stride_v_block // vec_cache, cache.stride_v_token // vec_cache, cache.stride_v_head // vec_cache,
+                k_scale.stride, v_scale.stride, num_slots, k_scale.factor, v_scale.factor,
+            ),
+            {"VEC": vec, "VEC_CACHE": vec_cache, "FP8": fp8}, static, row.options,
         )  # fmt: skip
 
 
@@ -199,13 +202,16 @@ def run_gather(
     vec, vec_out = launch.vec_width(cache.k, cache.v), launch.vec_width(k_out, v_out)
     k_scale, v_scale = descale_of(k_descale), descale_of(v_descale)
     with launch.on(k_out):
-        gather[(-(-rows // static["BLOCK_T"]), cache.num_kv_heads)](
-            k_out, v_out, cache.k, cache.v, k_scale.pointer, v_scale.pointer, cu_rows, starts, lengths, block_table,
-            k_out.stride(0) // vec_out, k_out.stride(1) // vec_out, v_out.stride(0) // vec_out, v_out.stride(1) // vec_out,
-            cache.stride_k_block // vec, cache.stride_k_token // vec, cache.stride_k_head // vec,
-            cache.stride_v_block // vec, cache.stride_v_token // vec, cache.stride_v_head // vec, block_table.stride(0),
-            k_scale.stride, v_scale.stride, num_seqs, *chunk, k_scale.factor, v_scale.factor,
-            VEC=vec, VEC_OUT=vec_out, RUNS=aligned, **static, **row.options,
+        launch.run(
+            gather, (-(-rows // static["BLOCK_T"]), cache.num_kv_heads),
+            (
+                k_out, v_out, cache.k, cache.v, k_scale.pointer, v_scale.pointer, cu_rows, starts, lengths, block_table,
+                k_out.stride(0) // vec_out, k_out.stride(1) // vec_out, v_out.stride(0) // vec_out, v_out.stride(1) // vec_out,
+                cache.stride_k_block // vec, cache.stride_k_token // vec, cache.stride_k_head // vec,
+                cache.stride_v_block // vec, cache.stride_v_token // vec, cache.stride_v_head // vec, block_table.stride(0),
+                k_scale.stride, v_scale.stride, num_seqs, *chunk, k_scale.factor, v_scale.factor,
+            ),
+            {"VEC": vec, "VEC_OUT": vec_out, "RUNS": aligned}, static, row.options,
         )  # fmt: skip
 
 

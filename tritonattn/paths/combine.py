@@ -99,10 +99,13 @@ def run_combine(
     """Parts of `decode` into `out` and `lse`."""
     row, static = _combine_config(detect(out.device), problem.num_q_heads, problem.v_head_size)
     vec = launch.vec_width(out)
-    combine[(problem.num_q_heads, num_seqs * max_seqlen_q)](
-        out, lse, part_out, part_lse, cu_seqlens_q, seq_ids,
-        out.stride(0) // vec, out.stride(1) // vec, 0 if lse is None else lse.stride(0), num_splits, max_seqlen_q,
-        VEC_OUT=vec, **static, **row.options,
+    launch.run(
+        combine, (problem.num_q_heads, num_seqs * max_seqlen_q),
+        (
+            out, lse, part_out, part_lse, cu_seqlens_q, seq_ids,
+            out.stride(0) // vec, out.stride(1) // vec, 0 if lse is None else lse.stride(0), num_splits, max_seqlen_q,
+        ),
+        {"VEC_OUT": vec}, static, row.options,
     )  # fmt: skip
 
 
@@ -123,9 +126,12 @@ def run_merge(
     vec = launch.vec_width(out, out_a, out_b)
     grid = (-(-tokens // row.constexprs["BLOCK_T"]), heads)
     with launch.on(out):
-        merge[grid](
-            out, lse, out_a, lse_a, out_b, lse_b,
-            out_a.stride(0) // vec, out_a.stride(1) // vec, out_b.stride(0) // vec, out_b.stride(1) // vec,
-            out.stride(0) // vec, out.stride(1) // vec, lse_a.stride(0), lse_b.stride(0), 0 if lse is None else lse.stride(0), tokens,
-            DV=size, BLOCK_D=power_of_two(size), VEC=vec, **row.constexprs, **row.options,
+        launch.run(
+            merge, grid,
+            (
+                out, lse, out_a, lse_a, out_b, lse_b,
+                out_a.stride(0) // vec, out_a.stride(1) // vec, out_b.stride(0) // vec, out_b.stride(1) // vec,
+                out.stride(0) // vec, out.stride(1) // vec, lse_a.stride(0), lse_b.stride(0), 0 if lse is None else lse.stride(0), tokens,
+            ),
+            {"DV": size, "BLOCK_D": power_of_two(size), "VEC": vec}, row.constexprs, row.options,
         )  # fmt: skip

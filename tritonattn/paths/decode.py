@@ -279,22 +279,28 @@ def run_decode(
     left, right = window(params)
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
     grid = (problem.num_kv_heads * plan.row_blocks, splits, num_seqs)
-    start = partial(launch_wave, grid) if plan.row.config["form"] == "wave" and vec > 1 else decode[grid]
+    start = launch_wave if plan.row.config["form"] == "wave" and vec > 1 else partial(launch.run, decode)
     with launch.on(q, plan.row):
         start(
-            out, lse, part_out, part_lse,
-            q, cache.k, cache.v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
-            cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
-            q.stride(0) // vec_q, q.stride(1) // vec_q, cache.stride_k_block // vec, cache.stride_k_token // vec,
-            cache.stride_k_head // vec, cache.stride_v_block // vec, cache.stride_v_token // vec, cache.stride_v_head // vec,
-            out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0), block_table.stride(0),
-            q_scale.stride, k_scale.stride, v_scale.stride,
-            splits, max_seqlen_q, plan.row_blocks, params.softmax_scale * LOG2E * q_scale.factor * k_scale.factor, v_scale.factor,
-            params.softcap, left, right,
-            VEC=vec, VEC_Q=vec_q, VEC_OUT=vec_out, SOFTCAP=params.softcap > 0, WINDOW_LEFT=left != UNLIMITED, SPLIT=splits > 1,
-            # Twins, as caches usually are, share one set of addresses, which leaves room in the registers for another program.
-            SAME_STRIDES=cache.stride_k_block == cache.stride_v_block and cache.stride_k_token == cache.stride_v_token,
-            ROWS=plan.rows, **_static(plan.row, problem), **plan.row.options,
+            grid,
+            (
+                out, lse, part_out, part_lse,
+                q, cache.k, cache.v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
+                cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+                q.stride(0) // vec_q, q.stride(1) // vec_q, cache.stride_k_block // vec, cache.stride_k_token // vec,
+                cache.stride_k_head // vec, cache.stride_v_block // vec, cache.stride_v_token // vec, cache.stride_v_head // vec,
+                out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0), block_table.stride(0),
+                q_scale.stride, k_scale.stride, v_scale.stride,
+                splits, max_seqlen_q, plan.row_blocks, params.softmax_scale * LOG2E * q_scale.factor * k_scale.factor, v_scale.factor,
+                params.softcap, left, right,
+            ),
+            {
+                "VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SOFTCAP": params.softcap > 0, "WINDOW_LEFT": left != UNLIMITED,
+                "SPLIT": splits > 1, "ROWS": plan.rows,
+                # Twins, as caches usually are, share one set of addresses: room in the registers for another program.
+                "SAME_STRIDES": cache.stride_k_block == cache.stride_v_block and cache.stride_k_token == cache.stride_v_token,
+            },
+            _static(plan.row, problem), plan.row.options,
         )  # fmt: skip
         if splits > 1:
             run_combine(

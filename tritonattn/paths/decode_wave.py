@@ -8,6 +8,7 @@ the loop. K and V come from memory in operand order (`tile.wave_load`).
 import triton
 import triton.language as tl
 
+from tritonattn.paths import launch
 from tritonattn.tile import mask, softmax
 from tritonattn.tile.kv_load import descale, upcast
 from tritonattn.tile.wave_load import column_of, load_k_plain, load_k_preshuffled, load_v_plain, load_v_preshuffled, wave_tokens
@@ -253,12 +254,23 @@ def pick_order(kernel, grid, args, meta):
     return _order[key]
 
 
-def launch_wave(grid, *args, **meta):
-    """`decode[grid](*args, **meta)` in the form of this file: takes what `decode` takes and settles the rest of the constexprs."""
+def launch_wave(grid, args, flags, static, options):
+    """As `launch.run(decode, ...)` in the form of this file: takes what `decode` takes and settles the rest of the constexprs."""
+    flags = {name: value for name, value in flags.items() if name != "SAME_STRIDES"}  # K and V addresses are apart here anyway
+    key = id(static), id(options)
+    if key not in _static_of_wave:
+        _static_of_wave[key] = _wave_static(static, options), static, options  # those two stay alive, so their ids stay theirs
+    static = _static_of_wave[key][0]
+    order = pick_order(decode_wave, grid, args, {**flags, **static, **options})
+    launch.run(decode_wave, grid, args, {**flags, "ORD": order}, static, options)
+
+
+_static_of_wave: dict = {}
+
+
+def _wave_static(static, options) -> dict:
+    meta = {"CHEAP_P": False, **static, "WAVES": options["num_warps"]}
     x = meta["X"]
-    del meta["SAME_STRIDES"]  # K and V addresses are apart here anyway
-    meta["WAVES"] = meta["num_warps"]
-    meta.setdefault("CHEAP_P", False)
     if meta["D1"]:  # a lane group takes 16 bytes of a row, and there are four of them
         meta["D1"] = max(meta["D1"], 4 * x)
     if not meta["SHUFFLED"]:
@@ -266,4 +278,4 @@ def launch_wave(grid, *args, **meta):
             meta["V1"] = max(meta["V1"], 4 * x)
         elif meta["V0"] > 16 * x:  # wider than their 16 bytes each: two parts, which spares registers
             meta["V0"] = meta["V1"] = meta["V0"] // 2
-    decode_wave[grid](*args, ORD=pick_order(decode_wave, grid, args, meta), **meta)
+    return meta

@@ -328,21 +328,25 @@ def run_pass(
     vec, vec_out = launch.vec_width(q, k, v), launch.vec_width(out)
     left, right = window(params)
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
-    static = _static(row, problem, detect(q.device).dies)
-    if vec == 1 and static["DESCRIPTORS"]:  # they need 16-byte strides
-        static = {**static, "DESCRIPTORS": False}
-    with launch.on(q, row), launch.workspace(q, static["DESCRIPTORS"]):
-        attend[(num_tiles * problem.num_q_heads,)](
-            out, lse, state_ml, state_acc,
-            q, k, v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
-            tiles, cu_seqlens_q, cu_seqlens_k, key_starts, context_lens,
-            q.stride(0) // vec, q.stride(1) // vec, k.stride(0) // vec, k.stride(1) // vec, v.stride(0) // vec, v.stride(1) // vec,
-            out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0),
-            q_scale.stride, k_scale.stride, v_scale.stride,
-            num_tiles, num_seqs, num_tokens, *chunk,
-            params.softmax_scale * LOG2E * q_scale.factor * k_scale.factor, v_scale.factor, params.softcap, left, right,
-            PASS=kind, KV_SHARED=kv_shared, VEC=vec, VEC_OUT=vec_out, SOFTCAP=params.softcap > 0, WINDOW_LEFT=left != UNLIMITED,
-            **static, **row.options,
+    descriptors = row.config.get("DESCRIPTORS", False) and vec > 1  # they need 16-byte strides
+    with launch.on(q, row), launch.workspace(q, descriptors):
+        launch.run(
+            attend, (num_tiles * problem.num_q_heads,),
+            (
+                out, lse, state_ml, state_acc,
+                q, k, v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
+                tiles, cu_seqlens_q, cu_seqlens_k, key_starts, context_lens,
+                q.stride(0) // vec, q.stride(1) // vec, k.stride(0) // vec, k.stride(1) // vec, v.stride(0) // vec, v.stride(1) // vec,
+                out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0),
+                q_scale.stride, k_scale.stride, v_scale.stride,
+                num_tiles, num_seqs, num_tokens, *chunk,
+                params.softmax_scale * LOG2E * q_scale.factor * k_scale.factor, v_scale.factor, params.softcap, left, right,
+            ),
+            {
+                "PASS": kind, "KV_SHARED": kv_shared, "VEC": vec, "VEC_OUT": vec_out, "SOFTCAP": params.softcap > 0,
+                "WINDOW_LEFT": left != UNLIMITED, "DESCRIPTORS": descriptors,
+            },
+            _static(row, problem, detect(q.device).dies), row.options,
         )  # fmt: skip
 
 
@@ -350,7 +354,8 @@ def run_pass(
 def _static(row: Row, problem: AttnProblem, dies: int) -> dict:
     d0, _, d1 = split_head_size(problem.head_size)
     v0, _, v1 = split_head_size(problem.v_head_size)
-    config = {"CHEAP_P": False, "PRELOAD_V": False, "DESCRIPTORS": False, **row.constexprs}
+    config = {"CHEAP_P": False, "PRELOAD_V": False, **row.constexprs}
+    config.pop("DESCRIPTORS", None)  # also a matter of strides: a flag of the launch
     return {
         "NUM_HEADS": problem.num_q_heads, "GROUP": problem.group, "D0": d0, "D1": d1, "D": problem.head_size, "V0": v0, "V1": v1,
         "DV": problem.v_head_size, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)],
