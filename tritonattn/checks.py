@@ -751,3 +751,88 @@ def check_run(
             reasons.descale(name, value, heads)
     reasons.done()
     return cache, params._replace(**own) if own else params
+
+# -- MLA router -----------------------------------------------------------------------------------------------
+
+
+def check_mla_router(
+    num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, device, kv_dtype, decode_threshold, chunk_tokens,
+    block_size, softmax_scale, causal, kv_descale, rope_descale,
+) -> tuple[AttnParams, MlaParams]:  # fmt: skip
+    """Arguments of `MlaRouter`. Gives the options of the dense passes and of decode."""
+    reasons = Reasons("MlaRouter", None, device)
+    sizes = {
+        "num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "qk_nope_head_dim": qk_nope_head_dim, "qk_rope_head_dim": qk_rope_head_dim,
+        "v_head_dim": v_head_dim, "decode_threshold": decode_threshold, "chunk_tokens": chunk_tokens,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        reasons.integer(name, value, 1)
+    if block_size is not None:
+        reasons.integer("block_size", block_size, 1)
+    reasons.options(causal, (-1, -1), 0.0, None)
+    reasons.number("softmax_scale", softmax_scale, positive=True)
+    if dtype not in FLOATS:
+        reasons.types.append(f"dtype must be {_either(FLOATS)}, got {dtype}")
+    elif kv_dtype is not dtype and kv_dtype not in FP8_DTYPES:
+        reasons.types.append(f"kv_dtype must be {dtype} like dtype, or an 8-bit float, got {kv_dtype}")
+    reasons.done()
+    reasons.heads(num_heads, num_heads, qk_nope_head_dim + qk_rope_head_dim, v_head_dim)
+    _latent(reasons, kv_lora_rank, kv_lora_rank + qk_rope_head_dim)
+    reasons.descale("kv_descale", kv_descale, 1)
+    reasons.descale("rope_descale", rope_descale, 1)
+    reasons.hardware(kv_dtype)
+    reasons.done()
+    return AttnParams(softmax_scale, causal), MlaParams(softmax_scale, causal, None, kv_descale, rope_descale)
+
+
+def check_mla_run(
+    paged: AttnProblem, dense: AttnProblem, params: MlaParams, q, k, v, kv_cache, block_table, *, device, block_size, num_tokens, reads,
+    only_decodes, fresh, out, kv_descale, rope_descale,
+) -> tuple[CacheView | None, MlaParams]:  # fmt: skip
+    """Arguments of `MlaRouter.run`. The view has the latent columns as K and the rope columns as V."""
+    reasons = Reasons("MlaRouter.run", None, device)
+    if not fresh:
+        reasons.values.append("plan must be the latest of its batch size (decode-only plans of one size share a buffer), got an older one")
+    reasons.rows("q", q, 3, (dense.dtype,))
+    if k is not None or v is not None or not only_decodes:
+        reasons.rows("k", k, 3, (dense.dtype,))
+        reasons.rows("v", v, 3, (dense.dtype,))
+    if reads or kv_cache is not None:
+        reasons.rows("kv_cache", kv_cache, 3, (paged.kv_dtype,))
+    reasons.stop()
+    tokens, heads = q.shape[0], dense.num_q_heads
+    reasons.shape("q", q, (-1, heads, dense.head_size))
+    if tokens < num_tokens:
+        reasons.values.append(f"q must hold the {num_tokens} tokens of the plan, got {tokens}")
+    if k is not None:
+        reasons.shape("k", k, (tokens, heads, dense.head_size))
+        reasons.shape("v", v, (tokens, heads, dense.v_head_size))
+    if kv_cache is not None:
+        reasons.shape("kv_cache", kv_cache, (-1, -1 if block_size is None else block_size, paged.head_size))
+        held = 0 if block_table is None else block_table.shape[1] * kv_cache.shape[1]
+        if reads > held:
+            reasons.values.append(f"block_table must hold {reads} tokens, got room for {held} in blocks of {kv_cache.shape[1]}")
+    reasons.out(out, (tokens, heads, dense.v_head_size))
+    reasons.descale("kv_descale", kv_descale, 1)
+    reasons.descale("rope_descale", rope_descale, 1)
+    reasons.done()
+    if kv_descale is not None or rope_descale is not None:
+        params = params._replace(kv_descale=kv_descale, rope_descale=rope_descale)
+    return None if kv_cache is None else _halves(kv_cache, paged.v_head_size), params
+
+
+def check_absorbed(q, problem: AttnProblem, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+    """What `absorb` gave back: one tensor, or a latent and a rope part."""
+    latent, rope = q if isinstance(q, tuple | list) and len(q) == 2 else (q, None)
+    reasons = Reasons("MlaRouter.run", latent)
+    reasons.rows("q from absorb", latent, 3, (problem.dtype,))
+    if rope is not None:
+        reasons.rows("rope part of q from absorb", rope, 3, (problem.dtype,))
+    reasons.stop()
+    width = problem.head_size if rope is None else problem.v_head_size
+    reasons.shape("q from absorb", latent, (num_tokens, problem.num_q_heads, width))
+    if rope is not None:
+        need = (num_tokens, problem.num_q_heads, problem.head_size - problem.v_head_size)
+        reasons.shape("rope part of q from absorb", rope, need)
+    reasons.done()
+    return latent, rope

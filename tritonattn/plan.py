@@ -91,7 +91,7 @@ def decode_plan(
     """Rows per program and number of splits of `decode` and `mla_decode`; num_splits > 0 is the caller's choice.
 
     Splits fill the compute units with as many programs as the row says they hold, in whole waves, with at least one tile of keys
-    each: too few leave units idle, too many make the merge the larger part.
+    each (or `keys_per_split`): too few leave units idle, too many make the merge the larger part.
     """
     rows = problem.group * max_seqlen_q
     units = max(num_seqs * problem.num_kv_heads * -(-rows // MAX_ROWS), 1)
@@ -101,8 +101,8 @@ def decode_plan(
     units = max(num_seqs * problem.num_kv_heads * row_blocks, 1)
     if num_splits <= 0:
         room = int(row.config["programs_per_cu"] * arch.compute_units) // units
-        tiles = -(-max_seqlen_k // row.config["BLOCK_N"])
-        num_splits = max(1, min(room, tiles, MAX_SPLITS))
+        parts = -(-max_seqlen_k // row.config.get("keys_per_split", row.config["BLOCK_N"]))
+        num_splits = max(1, min(room, parts, MAX_SPLITS))
     return DecodePlan(row, block_rows, row_blocks, num_splits)
 
 

@@ -166,6 +166,12 @@ class Router:
             self.params.window_size != (-1, -1), softcap > 0, alibi_slopes is not None, sinks is not None,
         )  # fmt: skip
         self.dense = self.paged._replace(kv_dtype=dtype, kv_layout="dense", block_size=0)
+        self.extended = self.paged  # what extend requests are attended as: here as cached, after the projection in MLA
+        self.row_align = ROW_ALIGN
+        self._start()
+
+    def _start(self) -> None:
+        """What every kind of router has beside its problem."""
         self.scratch = Arena(self.device)
         self._arch = detect(self.device)
         self._fixed: dict[int, Tensor] = {}
@@ -220,7 +226,8 @@ class Router:
         """Room for every array of a plan. A decode-only batch has three arrays of its own size and two of the decode launch."""
         self._version += 1
         if not decode_only:
-            return _Upload(torch.empty(16 * (batch + 8) + 6 * (num_tokens // MIN_BLOCK_M + batch), dtype=torch.int32, device=self.device))
+            room = (18 + self.decode_threshold) * (batch + 8) + 6 * (num_tokens // MIN_BLOCK_M + batch)
+            return _Upload(torch.empty(room, dtype=torch.int32, device=self.device))
         self._latest[batch] = self._version
         if batch not in self._fixed:
             self._fixed[batch] = torch.empty(5 * (batch + 8), dtype=torch.int32, device=self.device)
@@ -246,7 +253,8 @@ class Router:
         units = problem.num_kv_heads * plan.row_blocks
         programs = max(1, int(plan.row.config["programs_per_cu"] * self._arch.compute_units))
         work = keys.astype(np.int64) if self.batch_invariant else int(keys.sum(dtype=np.int64))
-        part = np.maximum(_least_split(problem, max_q), -(-work * units // programs))
+        least = plan.row.config.get("keys_per_split") or _least_split(problem, max_q)
+        part = np.maximum(least, -(-work * units // programs))
         splits = np.clip(-(-keys // part), 1, plan.num_splits).astype(np.int32)
         plan = replace(plan, num_splits=plan.num_splits if fixed else int(splits.max()))
         return DecodeLaunch(plan, len(ids), max_q, upload.put(ids[by_length]), upload.put(splits))
@@ -265,12 +273,13 @@ class Router:
 
     def _extend_launch(self, upload: _Upload, ids: NDArray[np.int64], query: Ints, context: Ints, end: Ints) -> ExtendLaunch:
         """Requests whose keys are cached up to ``end``; from the first on that a query sees."""
-        tiles = self._tile_launch(upload, self.paged, ids, query, context)
+        tiles = self._tile_launch(upload, self.extended, ids, query, context)
+        align = self.row_align
         left = self.params.window_size[0]
-        starts = np.maximum(context - left, 0) // ROW_ALIGN * ROW_ALIGN if left >= 0 else np.zeros_like(context)
+        starts = np.maximum(context - left, 0) // align * align if left >= 0 else np.zeros_like(context)
         lengths = np.zeros_like(context)
         lengths[ids] = (end - starts)[ids]
-        room = -(-lengths // ROW_ALIGN) * ROW_ALIGN
+        room = -(-lengths // align) * align
         cu = np.zeros(len(room) + 1, np.int32)
         if self.batch_invariant:
             _pack_whole(room, -(-self.chunk_tokens // ROW_ALIGN) * ROW_ALIGN, cu)
@@ -357,7 +366,7 @@ class Router:
         """Room for the result; what belongs to no request is 0, its LSE -inf."""
         tokens, heads, _ = q.shape
         if out is None:
-            out = torch.empty(tokens, heads, self.paged.v_head_size, dtype=q.dtype, device=q.device)
+            out = torch.empty(tokens, heads, self.dense.v_head_size, dtype=q.dtype, device=q.device)
             out[num_tokens:].zero_()
         lse = None
         if return_lse:
