@@ -114,7 +114,7 @@ def _fa3(x: Inputs) -> Call:
     def call():
         return torch.ops._vllm_fa3_C.fwd(
             x.q, k, v, None, None, None, None, x.cu_seqlens_q, cu_k, None, None, used, x.max_seqlen_q, x.max_seqlen_k, x.block_table,
-            *nothing, x.scale, True, left, 0 if left >= 0 else -1, 0.0, True, None, 0, None, 1, 0, None,
+            *nothing, x.scale, True, left, 0 if left >= 0 else -1, 0.0, True, None, 0, None, 0, None, 1, 0, None,
         )[0]  # fmt: skip
 
     return call

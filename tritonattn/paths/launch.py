@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
+from triton.compiler import CompiledKernel
 from triton.runtime import _allocation
 
 from tritonattn.tuning.table import Row
@@ -65,6 +66,8 @@ def run(
     known = _compiled.get(key)
     if known is None:
         compiled = kernel[grid](*args, **flags, **static, **options)
+        if not isinstance(compiled, CompiledKernel):  # compiling elsewhere, ahead of time
+            return
         values = {**flags, **static}
         constants = tuple(values[name] for name in kernel.arg_names[len(args) :])
         _compiled[key] = (compiled, constants, static, options)  # the last two stay alive, so their ids stay theirs
