@@ -195,18 +195,21 @@ def run_mla_decode(
     vec, vec_q, vec_out = launch.vec_width(kv_cache), launch.vec_width(q, rope), launch.vec_width(out)
     q_scale, kv_scale = descale_of(params.q_descale), descale_of(params.kv_descale)
     rope_scale = descale_of(params.kv_descale if params.rope_descale is None else params.rope_descale)
-    with launch.on(q):
-        mla_decode[(plan.row_blocks, splits, num_seqs)](
-            out, lse, part_out, part_lse,
-            q, q_rope, kv_cache, q_scale.pointer, kv_scale.pointer, rope_scale.pointer,
-            cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
-            q.stride(0) // vec_q, q.stride(1) // vec_q, rope.stride(0) // vec_q, rope.stride(1) // vec_q,
-            kv_cache.stride(0) // vec, kv_cache.stride(1) // vec,
-            out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0), block_table.stride(0),
-            splits, max_seqlen_q, params.softmax_scale * LOG2E * q_scale.factor, kv_scale.factor, rope_scale.factor,
-            0 if params.causal else UNLIMITED,
-            VEC=vec, VEC_Q=vec_q, VEC_OUT=vec_out, SPLIT=splits > 1, ROWS=plan.rows,
-            **_static(plan.row, problem), **plan.row.options,
+    with launch.on(q, plan.row):
+        launch.run(
+            mla_decode, (plan.row_blocks, splits, num_seqs),
+            (
+                out, lse, part_out, part_lse,
+                q, q_rope, kv_cache, q_scale.pointer, kv_scale.pointer, rope_scale.pointer,
+                cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+                q.stride(0) // vec_q, q.stride(1) // vec_q, rope.stride(0) // vec_q, rope.stride(1) // vec_q,
+                kv_cache.stride(0) // vec, kv_cache.stride(1) // vec,
+                out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0), block_table.stride(0),
+                splits, max_seqlen_q, params.softmax_scale * LOG2E * q_scale.factor, kv_scale.factor, rope_scale.factor,
+                0 if params.causal else UNLIMITED,
+            ),
+            {"VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SPLIT": splits > 1, "ROWS": plan.rows},
+            _static(plan.row, problem), plan.row.options,
         )  # fmt: skip
         if part_out is not None and part_lse is not None:
             run_combine(
