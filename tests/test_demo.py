@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -212,6 +213,16 @@ def test_it_starts_the_interpreter_itself_and_shows_its_work(tiny):
         assert word in done.stdout
 
 
+@pytest.mark.skipif(torch.cuda.is_available() or not shutil.which("cc"), reason="the simulator runs CPU tensors and is built with cc")
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_machine_code_for_instinct_gives_the_same_tokens(tiny, arch):
+    done = run(tiny, "--device", f"sim:{arch}", "--json")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["passed"]
+    assert report["device"] == f"CPU, simulated {arch}"
+
+
 def test_broken_attention_ends_in_exit_code_1(tiny, monkeypatch, capsys):
     class Broken(attention.PlainAttention):
         def __init__(self, *_):
@@ -228,7 +239,8 @@ def test_broken_attention_ends_in_exit_code_1(tiny, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--max-tokens", "0"], "--max-tokens must be >= 1, got 0"),
-    (["--device", "tpu"], "--device must be auto, cpu or"),
+    (["--device", "sim"], "--device must be auto, cpu, sim:ARCH or"),
+    (["--device", "tpu"], "--device must be auto, cpu, sim:ARCH or"),
     (["--model", "nowhere.gguf"], "no model at nowhere.gguf"),
 ])
 def test_bad_arguments_are_one_line(words, said, monkeypatch, capsys):
@@ -238,7 +250,7 @@ def test_bad_arguments_are_one_line(words, said, monkeypatch, capsys):
 
 
 def test_auto_takes_the_gpu_where_there_is_one():
-    assert choose_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert choose_device("auto")[0] == ("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_a_slice_samples_when_it_reaches_the_last_known_token():

