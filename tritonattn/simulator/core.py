@@ -40,7 +40,8 @@ class Range(ctypes.Structure):
 class Launch(ctypes.Structure):
     _fields_ = [("code", ctypes.POINTER(Inst)), ("length", u32), ("maps", ctypes.POINTER(LaneMap)), ("ranges", ctypes.POINTER(Range)),
                 ("range_count", u32), ("kernarg", u64), ("lds_size", u32), ("waves", u32), ("user_sgprs", u32), ("workgroup_ids", u32),
-                ("scratch_size", u32), ("poison", u32), ("order", u32), ("fnuz", u32), ("kernarg_sgpr", u32), ("budget", u64), ("grid", u32 * 3), ("pad2", u32)]
+                ("scratch_size", u32), ("poison", u32), ("order", u32), ("fnuz", u32), ("kernarg_sgpr", u32), ("budget", u64), ("grid", u32 * 3), ("pad2", u32),
+                ("counts", ctypes.POINTER(u64))]
 
 
 class Outcome(ctypes.Structure):

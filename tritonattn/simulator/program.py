@@ -63,12 +63,13 @@ class Program:
         other.code[index] = nothing
         return other
 
-    def run(self, arguments, memory, grid, num_warps, shared=0, *, reverse=False, poison=NAN, threads=1, budget=BUDGET):
+    def run(self, arguments, memory, grid, num_warps, shared=0, *, reverse=False, poison=NAN, threads=1, budget=BUDGET, counts=None):
         """Execute every workgroup of `grid` (x, y, z). Returns the number of instructions executed, summed over waves.
 
         arguments: bytes of the kernel arguments in signature order, naturally aligned. memory: list of `Memory`, disjoint.
         shared: bytes of LDS that Triton asks for. reverse: run the waves of a workgroup in descending order between barriers.
         poison: what unwritten registers and LDS hold. threads: workgroups run on this many host threads (1 with atomics).
+        counts: a list of one int an instruction, increased by how often it ran with a lane active.
         Raises `SimulatorError` for the first faulting workgroup.
         """
         k = self.kernel
@@ -81,6 +82,9 @@ class Program:
                              kernarg_sgpr=k.kernarg_sgpr, workgroup_ids=sum(on << n for n, on in enumerate(k.workgroup_ids)),
                              scratch_size=k.scratch_size, poison=poison, order=reverse, fnuz=_FNUZ[k.arch], budget=budget)
         launch.grid[:] = grid
+        tally = (core.u64 * len(self.code))() if counts is not None else None
+        if tally is not None:
+            launch.counts = tally
         total = grid[0] * grid[1] * grid[2]
         threads = 1 if self.has_atomics else max(1, min(threads, total))
 
@@ -94,6 +98,8 @@ class Program:
         else:
             with concurrent.futures.ThreadPoolExecutor(threads) as pool:
                 outcomes = list(pool.map(part, range(threads)))
+        if tally is not None:
+            counts[:] = [a + b for a, b in zip(counts, tally, strict=True)]
         for o in outcomes:
             if o.fault:
                 where = k.lines[o.line].text if o.line < len(k.lines) else "end of code"

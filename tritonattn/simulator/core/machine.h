@@ -64,6 +64,7 @@ typedef struct {
     u64 kernarg; u32 lds_size, waves, user_sgprs, workgroup_ids /* bit 0-2: x, y, z are passed */, scratch_size, poison, order;
     u32 fnuz, kernarg_sgpr; u64 budget;
     u32 grid[3], pad2;
+    u64 *counts;                            // where not null: executions of each instruction with a lane active, summed over waves
 } Launch;
 
 typedef struct { i32 fault, line, wave, lane, group[3]; u32 pad; u64 executed; char text[192]; } Outcome;

@@ -89,6 +89,7 @@ static void run_group(Group *g) {
                 if (w->pc >= L->length) { w->pc = L->length; fail(w, TRAP, 0, "ran past the end of the code"); }
                 const Inst *i = &L->code[w->pc++];
                 if (++w->executed > L->budget) fail(w, RUNAWAY, 0, "more than %llu instructions in one wave", (unsigned long long)L->budget);
+                if (L->counts && exec_of(w)) __atomic_fetch_add(&L->counts[i - L->code], 1, __ATOMIC_RELAXED);
                 if (is_barrier(i)) break;
                 step(w, i);
             }
