@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tritonattn.paths import launch
 from tritonattn.plan import LOG2E, UNLIMITED, compute_dtype, prefill_row, window
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnParams, AttnProblem, split_head_size
@@ -20,7 +21,6 @@ from tritonattn.tile import mask, seqlens, softmax
 from tritonattn.tile.kv_load import descale, load_2d, upcast
 from tritonattn.tuning.arch import detect
 from tritonattn.tuning.table import Row
-from tritonattn.paths import launch
 
 PREFILL = 0  # keys [cu_seqlens_k[i], cu_seqlens_k[i+1])
 CHUNK = 1  # the sequence's cached keys start at cu_seqlens_k[i] of all cached keys in a row; those in [chunk_begin, chunk_end)
@@ -354,6 +354,10 @@ def run_pass(
 def _static(row: Row, problem: AttnProblem, dies: int) -> dict:
     d0, _, d1 = split_head_size(problem.head_size)
     v0, _, v1 = split_head_size(problem.v_head_size)
+    if v1:
+        v1 = max(v1, row.config.get("v_tail", v1))
+    elif row.config.get("v_parts", 1) == 2:
+        v0 = v1 = v0 // 2
     config = {"CHEAP_P": False, "PRELOAD_V": False, **row.constexprs}
     config.pop("DESCRIPTORS", None)  # also a matter of strides: a flag of the launch
     return {
