@@ -28,6 +28,19 @@ from tritonattn.tuning.table import Row
 
 
 @triton.jit
+def convert_once(x, dtype: tl.constexpr):
+    """fp8 to the dtype of the products, before the tile takes the layout of one.
+
+    Left alone, Triton takes the tile as fp8 to each of its two products and converts it there twice, byte by byte, and does not load it
+    ahead. It does not move a conversion across a reduction, were it over one element.
+    """
+    if x.dtype == dtype:
+        return x
+    else:
+        return tl.sum(tl.expand_dims(upcast(x, dtype), 2), 2)
+
+
+@triton.jit
 def weigh(q0, q1, qr, kv0, kv1, kr, keys, row_lo, row_hi, m, l, scale, rope_scale, L1: tl.constexpr):
     """One tile of keys into the running maximum and sum, see `softmax.online_step`; the scales take products to log2 units."""
     s = tl.dot(q0, tl.trans(kv0), input_precision="ieee") * scale
@@ -138,11 +151,11 @@ def mla_decode(
             at = n + keys
             ok = at < hi
             kv_rows = plain_rows(pages, at, stride_kv_block, stride_kv_token, BLOCK_SIZE, VEC)
-            kv0 = upcast(load_2d(kv_cache, kv_rows, c0, ok, c0 < LATENT, True, False), COMPUTE)
+            kv0 = convert_once(load_2d(kv_cache, kv_rows, c0, ok, c0 < LATENT, True, False), COMPUTE)
             kv1 = kv0
             if L1 > 0:
-                kv1 = upcast(load_2d(kv_cache + L0, kv_rows, c1, ok, c1 < LATENT - L0, True, L0 + L1 > LATENT), COMPUTE)
-            kr = upcast(load_2d(kv_cache + LATENT, kv_rows, cr, ok, cr < ROPE, True, R > ROPE), COMPUTE)
+                kv1 = convert_once(load_2d(kv_cache + L0, kv_rows, c1, ok, c1 < LATENT - L0, True, L0 + L1 > LATENT), COMPUTE)
+            kr = convert_once(load_2d(kv_cache + LATENT, kv_rows, cr, ok, cr < ROPE, True, R > ROPE), COMPUTE)
             # Where a product flows into another, Triton gives all warps to the rows; if those are too few, warps repeat each other's
             # scores. It does not look past control flow: within a branch that is always taken, the scores are shared out among all warps.
             if not SCORES_ONCE or n >= 0:
