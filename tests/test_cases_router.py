@@ -214,6 +214,20 @@ def test_nothing_but_padding(device):
     assert plan.decode.num_seqs == 4, "padding keeps its place in a decode-only batch, so that the grid is that of the graph"
 
 
+def test_a_long_request_among_short_ones_is_cut(device):
+    """All parts are about as long, their number is bounded, and another batch of the same size fills the same grid."""
+    router = tritonattn.Router(8, 2, 64, dtype=torch.bfloat16, device=device, block_size=16)
+    table = torch.zeros(64, 8192, dtype=torch.int32, device=device)
+    plans = [router.plan([1] * 64, lens, table) for lens in ([128] * 63 + [131072], [4096] * 64, [7] * 64)]
+    decode = plans[0].decode
+    assert decode.splits[0] > 1 and (decode.splits[1:] == 1).all() and len(decode.splits) == 64
+    sizes = {(plan.decode.work.num_items, plan.decode.work.num_merges, plan.decode.plan, plan.decode.max_seqlen_q) for plan in plans}
+    assert len(sizes) == 1
+    assert len({plan.decode.work.items.data_ptr() for plan in plans}) == 1
+    mixed([(1, 20)] * 3 + [(1, 1500)] + [(0, 0), (1, 100)]).check(device)
+    mixed([(1, 20), (1, 1500), (9, 20), (3, 700)], threshold=3).check(device)
+
+
 def test_prefill_needs_no_cache(device):
     case = mixed([(5, 5), (20, 20)])
     router, args = case.router(device), case.arguments(device) | {"k_cache": None, "v_cache": None}

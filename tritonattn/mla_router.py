@@ -156,7 +156,7 @@ class MlaRouter(Router):
                 self.paged._replace(block_size=kv_cache.shape[1]), params, q_latent, q_rope, kv_cache, latent, part_lse,
                 cu_seqlens_q=cu_seqlens_q if decode.cu_seqlens_q is None else decode.cu_seqlens_q, seq_lens=plan.device_seq_lens, block_table=table,
                 num_seqs=decode.num_seqs, max_seqlen_q=decode.max_seqlen_q, plan=decode.plan, scratch=self.scratch,
-                seq_ids=decode.seq_ids, seq_splits=decode.seq_splits,
+                work=decode.work,
             )  # fmt: skip
             if rows is None:
                 out.copy_(up_project_v(latent))

@@ -106,6 +106,15 @@ def decode_plan(
     return DecodePlan(row, block_rows, row_blocks, num_splits)
 
 
+class DecodeWork(NamedTuple):
+    """The parts of a decode batch in which each sequence has its own number of splits. int32, on the device."""
+
+    items: Tensor  # [num_items, 3] sequence, split, splits of it; 0 splits: no item
+    num_items: int
+    merges: Tensor  # [num_merges, 3] sequence, its first item, items of it; 0 items: no merge
+    num_merges: int
+
+
 class ContextRow(NamedTuple):
     """The cached keys that a batch of extend requests needs, laid end to end. int32, on the device."""
 

@@ -7,7 +7,7 @@ buffer, so requests may arrive in any order and no token is moved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tritonattn.checks import check_plan, check_router, check_run
-from tritonattn.plan import ContextRow, DecodePlan, decode_plan, prefill_row
+from tritonattn.plan import MAX_SPLITS, ContextRow, DecodePlan, DecodeWork, decode_plan, prefill_row
 from tritonattn.problem import AttnProblem
 from tritonattn.scratch import Arena
 from tritonattn.tuning.arch import detect
@@ -70,10 +70,9 @@ class DecodeLaunch:
     plan: DecodePlan
     num_seqs: int
     max_seqlen_q: int
-    seq_ids: Tensor
-    """[num_seqs] int32, longest first."""
-    seq_splits: Tensor
-    """[num_seqs] int32: parts that the keys of each are split into."""
+    splits: Ints
+    """Parts that the keys of each are split into, longest sequence first."""
+    work: DecodeWork
 
 
 @dataclass(frozen=True)
@@ -223,41 +222,53 @@ class Router:
         return plan
 
     def _begin_upload(self, batch: int, num_tokens: int, decode_only: bool) -> _Upload:
-        """Room for every array of a plan. A decode-only batch has three arrays of its own size and two of the decode launch."""
+        """Room for every array of a plan: some per request, those of decode parts, those of tiles."""
         self._version += 1
+        parts = batch * MAX_SPLITS if self.batch_invariant else batch + MAX_SPLITS
+        room = 16 * (batch + 8) + 6 * (parts + 8)
         if not decode_only:
-            room = (18 + self.decode_threshold) * (batch + 8) + 6 * (num_tokens // MIN_BLOCK_M + batch)
+            room += self.decode_threshold * (batch + 8) + 6 * (num_tokens // MIN_BLOCK_M + batch)
             return _Upload(torch.empty(room, dtype=torch.int32, device=self.device))
         self._latest[batch] = self._version
         if batch not in self._fixed:
-            self._fixed[batch] = torch.empty(5 * (batch + 8), dtype=torch.int32, device=self.device)
+            self._fixed[batch] = torch.empty(room, dtype=torch.int32, device=self.device)
         return _Upload(self._fixed[batch])
 
     def _decode_launch(
         self, upload: _Upload, ids: NDArray[np.int64], query: Ints, seq: Ints, block_table: Tensor | None, fixed: bool
     ) -> DecodeLaunch:
-        """Splits for each request: as many as fill the device, of about equal length over the whole batch.
+        """Cut the keys into parts of about equal length over the whole batch, as many as fill the device; longest requests first.
 
-        ``batch_invariant``: as many as the request alone would get. ``fixed``: the grid follows from sizes that later batches share.
+        ``batch_invariant``: as if each request were alone. ``fixed``: every size that a graph records is one that all batches of
+        this many requests share; the lists are filled up with items that do nothing.
         """
         problem, left = self.paged, self.params.window_size[0]
         keys, queries = seq[ids], query[ids]
         if left >= 0:
             keys = np.minimum(keys, left + queries)
         by_length = (-keys).argsort(kind="stable")
-        keys = keys[by_length]
-        pinned = fixed or self.batch_invariant
-        max_q = self.decode_threshold if pinned else int(queries.max())
-        longest = block_table.shape[1] * problem.block_size if pinned and block_table is not None else int(keys[0])
-        plan = decode_plan(self._arch, problem, 1 if self.batch_invariant else len(ids), max_q, longest)
-        units = problem.num_kv_heads * plan.row_blocks
-        programs = max(1, int(plan.row.config["programs_per_cu"] * self._arch.compute_units))
-        work = keys.astype(np.int64) if self.batch_invariant else int(keys.sum(dtype=np.int64))
-        least = plan.row.config.get("keys_per_split") or _least_split(problem, max_q)
-        part = np.maximum(least, -(-work * units // programs))
-        splits = np.clip(-(-keys // part), 1, plan.num_splits).astype(np.int32)
-        plan = replace(plan, num_splits=plan.num_splits if fixed else int(splits.max()))
-        return DecodeLaunch(plan, len(ids), max_q, upload.put(ids[by_length]), upload.put(splits))
+        ids, keys = ids[by_length], keys[by_length]
+        max_q = self.decode_threshold if fixed or self.batch_invariant else int(queries.max())
+        if self.batch_invariant:
+            plan = decode_plan(self._arch, problem, 1, max_q, self.chunk_tokens)
+        else:
+            longest = block_table.shape[1] * problem.block_size if fixed and block_table is not None else int(keys[0])
+            plan = decode_plan(self._arch, problem, len(ids), max_q, longest)
+        programs = int(plan.row.config["programs_per_cu"] * self._arch.compute_units)
+        parts = min(max(1, programs // (problem.num_kv_heads * plan.row_blocks)), MAX_SPLITS)
+        work = keys if self.batch_invariant else int(keys.sum(dtype=np.int64))
+        length = np.maximum(-(-work // parts), plan.row.config.get("keys_per_split") or _least_split(problem, max_q))
+        splits = np.maximum((2 * keys + length) // (2 * length), 1)
+        first = splits.cumsum() - splits
+        items = np.empty((int(splits.sum()), 3), np.int32)
+        items[:, 0], items[:, 2] = ids.repeat(splits), splits.repeat(splits)
+        items[:, 1] = np.arange(len(items)) - first.repeat(splits)
+        merges = np.stack([ids, first, splits], 1)[splits > 1]
+        if fixed:
+            most = len(ids) * parts if self.batch_invariant else len(ids) + parts
+            items, merges = _fill_up(items, most), _fill_up(merges, len(ids) if self.batch_invariant else min(len(ids), parts))
+        listed = DecodeWork(upload.put(items).view(-1, 3), len(items), upload.put(merges).view(-1, 3), len(merges))
+        return DecodeLaunch(plan, len(ids), max_q, splits, listed)
 
     def _tile_launch(self, upload: _Upload, problem: AttnProblem, ids: NDArray[np.int64], query: Ints, context: Ints) -> TileLaunch:
         queries = query[ids]
@@ -358,7 +369,7 @@ class Router:
             run_decode(
                 self.paged._replace(block_size=cache.block_size), params, q, cache, out, lse, cu_seqlens_q=cu_seqlens_q,
                 seq_lens=plan.device_seq_lens, block_table=table, num_seqs=decode.num_seqs, max_seqlen_q=decode.max_seqlen_q,
-                plan=decode.plan, scratch=self.scratch, seq_ids=decode.seq_ids, seq_splits=decode.seq_splits,
+                plan=decode.plan, scratch=self.scratch, work=decode.work,
             )  # fmt: skip
         return (out, lse) if lse is not None else out
 
@@ -407,6 +418,13 @@ def _least_split(problem: AttnProblem, max_seqlen_q: int) -> int:
     merged = 2 * 4 * problem.v_head_size * problem.group * max_seqlen_q
     read = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
     return -(-REDUCTION_SHARE * merged // read)
+
+
+def _fill_up(rows: NDArray[np.integer], count: int) -> Ints:
+    """More rows of zeros."""
+    filled = np.zeros((count, rows.shape[1]), np.int32)
+    filled[: len(rows)] = rows
+    return filled
 
 
 def _pack_whole(room: Ints, chunk: int, cu: Ints) -> None:

@@ -7,31 +7,42 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonattn.plan import power_of_two
+from tritonattn.paths import launch
+from tritonattn.plan import DecodeWork, power_of_two
 from tritonattn.problem import AttnProblem
-from tritonattn.tile import softmax
+from tritonattn.scratch import Scratch
+from tritonattn.tile import softmax, store
 from tritonattn.tuning.arch import Arch, detect
 from tritonattn.tuning.table import Row, lookup
-from tritonattn.paths import launch
 
 
 @triton.jit(do_not_specialize=["num_splits", "max_seqlen_q", "stride_out_token", "stride_out_head", "stride_lse_head"])
 def combine(
-    out, lse, part_out, part_lse, cu_seqlens_q, seq_ids,
+    out, lse, part_out, part_lse, cu_seqlens_q, merges,
     stride_out_token, stride_out_head, stride_lse_head, num_splits, max_seqlen_q,
     NUM_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, VEC_OUT: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One output row per program: grid (heads, num_seqs * max_seqlen_q); the layout of part_* is that of `decode`."""
+    """One output row per program: grid (heads, num_seqs or num_merges * max_seqlen_q); parts are as `tile.store` leaves them.
+
+    merges [num_merges, 3] int32: sequence, place of its first part, number of parts (0: nothing to do). None: num_splits for each.
+    """
     head = tl.program_id(0)
     row = tl.program_id(1)
     seq = row // max_seqlen_q
     query = row % max_seqlen_q
-    if seq_ids is not None:
-        seq = tl.load(seq_ids + seq)
+    place = seq * num_splits
+    if merges is not None:
+        merge_ = merges + 3 * seq
+        place = tl.load(merge_ + 1)
+        num_splits = tl.load(merge_ + 2)
+        seq = tl.load(merge_)
+        if num_splits == 0:
+            return
     if cu_seqlens_q is None:
         token = seq * max_seqlen_q + query
     else:
@@ -42,12 +53,12 @@ def combine(
 
     c = tl.arange(0, BLOCK_D)
     splits = tl.arange(0, BLOCK_S)
-    part = (row.to(tl.int64) * num_splits + splits) * NUM_HEADS + head
+    part = store.part_rows(place + splits, query, head, max_seqlen_q, NUM_HEADS)
     m = tl.full([1], softmax.NEG_INF, tl.float32)
     l = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, BLOCK_D], tl.float32)
     for first in tl.range(0, num_splits, BLOCK_S):
-        part_rows = part + first * NUM_HEADS
+        part_rows = part + first * (max_seqlen_q * NUM_HEADS)
         e = tl.load(part_lse + part_rows, mask=first + splits < num_splits, other=softmax.NEG_INF)
         live = e != softmax.NEG_INF
         x = tl.load(part_out + (part_rows * DV)[:, None] + c[None, :], mask=live[:, None] & (c < DV)[None, :], other=0.0)
@@ -92,17 +103,26 @@ def merge(
         tl.store(lse_out + head * stride_lse_out + rows, lse * softmax.LN2, mask=ok)
 
 
+def take_parts(problem: AttnProblem, num_parts: int, max_seqlen_q: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
+    """Room for the parts that `combine` merges: rows and their LSE."""
+    rows = num_parts * max_seqlen_q * problem.num_q_heads
+    return scratch.take("decode_out", rows * problem.v_head_size, torch.float32), scratch.take("decode_lse", rows, torch.float32)
+
+
 def run_combine(
     problem: AttnProblem, out: Tensor, lse: Tensor | None, part_out: Tensor, part_lse: Tensor, *,
-    cu_seqlens_q: Tensor | None, seq_ids: Tensor | None, num_seqs: int, max_seqlen_q: int, num_splits: int,
+    cu_seqlens_q: Tensor | None, num_seqs: int, max_seqlen_q: int, num_splits: int, work: DecodeWork | None = None,
 ) -> None:  # fmt: skip
-    """Parts of `decode` into `out` and `lse`."""
+    """Parts of `decode` into `out` and `lse`: those that `work` lists, or num_splits of each of num_seqs sequences."""
+    num_merges, merges = (num_seqs, None) if work is None else (work.num_merges, work.merges)
+    if not num_merges:
+        return
     row, static = _combine_config(detect(out.device), problem.num_q_heads, problem.v_head_size)
     vec = launch.vec_width(out)
     launch.run(
-        combine, (problem.num_q_heads, num_seqs * max_seqlen_q),
+        combine, (problem.num_q_heads, num_merges * max_seqlen_q),
         (
-            out, lse, part_out, part_lse, cu_seqlens_q, seq_ids,
+            out, lse, part_out, part_lse, cu_seqlens_q, merges,
             out.stride(0) // vec, out.stride(1) // vec, 0 if lse is None else lse.stride(0), num_splits, max_seqlen_q,
         ),
         {"VEC_OUT": vec}, static, row.options,

@@ -9,21 +9,20 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tritonattn.layouts import CacheView
-from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, compute_dtype, window
+from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, window
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnParams, AttnProblem, split_head_size
 from tritonattn.scratch import Scratch
-from tritonattn.tile import kv_load, mask, softmax
+from tritonattn.tile import kv_load, mask, seqlens, softmax, store
 from tritonattn.tile.kv_load import descale, load_2d, upcast
 from tritonattn.tuning.table import Row
 from tritonattn.paths import launch
-from tritonattn.paths.combine import run_combine
+from tritonattn.paths.combine import run_combine, take_parts
 from tritonattn.paths.decode_wave import launch_wave
 
 
@@ -110,12 +109,12 @@ def decode_tile(
     ],
 )  # fmt: skip
 def decode(
-    # outputs; part_*: [num_seqs * max_seqlen_q, num_splits, heads, (DV)] where there is more than one split, LSE in log2 units
+    # outputs; part_*: see `tile.store`, where a sequence has more than one split
     out, lse, part_out, part_lse,
     # inputs
     q, k_cache, v_cache, sinks, alibi_slopes, q_descale, k_descale, v_descale,
-    # metadata, int32; None: sequence i has the i-th max_seqlen_q query tokens / all sequences / num_splits for each
-    cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+    # metadata, int32; cu_seqlens_q None: sequence i has the i-th max_seqlen_q query tokens; work: see `seqlens.decode_item`
+    cu_seqlens_q, seq_lens, block_table, work,
     # strides, in units of VEC elements but for lse, table and descales
     stride_q_token, stride_q_head, stride_k_block, stride_k_token, stride_k_head, stride_v_block, stride_v_token, stride_v_head,
     stride_out_token, stride_out_head, stride_lse_head, stride_table, stride_q_descale, stride_k_descale, stride_v_descale,
@@ -131,11 +130,10 @@ def decode(
 ):  # fmt: skip
     kv_head = tl.program_id(0) // row_blocks
     row0 = tl.program_id(0) % row_blocks * ROWS
-    split = tl.program_id(1)
-    slot = tl.program_id(2)
-    seq = slot
-    if seq_ids is not None:
-        seq = tl.load(seq_ids + slot)
+    seq, split, splits, place = seqlens.decode_item(work, num_splits)
+    if work is not None:
+        if splits == 0:
+            return
     k_len = tl.load(seq_lens + seq)
     if cu_seqlens_q is None:
         q_start = seq * max_seqlen_q
@@ -145,9 +143,6 @@ def decode(
         q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
     if row0 >= q_len * GROUP:
         return
-    splits = num_splits
-    if seq_splits is not None:
-        splits = tl.load(seq_splits + slot)
 
     rows = row0 + tl.arange(0, ROWS)
     query = rows // GROUP
@@ -158,7 +153,7 @@ def decode(
     lo, hi = mask.visible(row0 // GROUP, row_last // GROUP, diag, k_len, window_left, window_right)
     begin, end = mask.split_bounds(lo, hi, split, splits, BLOCK_N)
     lo = tl.maximum(lo, begin)
-    hi = tl.where(split < splits, end, begin)
+    hi = end
     row_lo, row_hi = mask.row_limits(query, diag, k_len, window_left, window_right)
 
     m = tl.full([ROWS], softmax.NEG_INF, tl.float32)
@@ -243,42 +238,36 @@ def decode(
     inverse, lse_row = softmax.finish(m, l)
     inverse = inverse * out_scale * descale(v_descale, kv_head, stride_v_descale)
     acc0 = acc0 * inverse[:, None]
-    if SPLIT:
-        part = ((slot.to(tl.int64) * max_seqlen_q + query) * num_splits + split) * NUM_HEADS + head
-        live = row_ok & (lse_row != softmax.NEG_INF)
-        tl.store(part_out + (part * DV)[:, None] + c0[None, :], acc0, mask=live[:, None])
-        if V1 > 0:
-            ok1 = live[:, None] & (c1 < DV - V0)[None, :]
-            tl.store(part_out + (part * DV + V0)[:, None] + c1[None, :], acc1 * inverse[:, None], mask=ok1)
-        tl.store(part_lse + part, lse_row, mask=row_ok)
+    if V1 > 0:
+        acc1 = acc1 * inverse[:, None]
+    part = store.part_rows(place, query, head, max_seqlen_q, NUM_HEADS)
+    if not SPLIT:
+        store.store_result(out, lse, tokens, head, row_ok, acc0, acc1, lse_row, stride_out_token, stride_out_head, stride_lse_head, VEC_OUT, V0, V1, DV)
+    elif work is None:
+        store.store_part(part_out, part_lse, part, row_ok, acc0, acc1, lse_row, V0, V1, DV)
+    elif splits > 1:
+        store.store_part(part_out, part_lse, part, row_ok, acc0, acc1, lse_row, V0, V1, DV)
     else:
-        o_rows = out + ((tokens * stride_out_token + head * stride_out_head) * VEC_OUT)[:, None]
-        tl.store(o_rows + c0[None, :], acc0.to(out.dtype.element_ty), mask=row_ok[:, None])
-        if V1 > 0:
-            o1 = (acc1 * inverse[:, None]).to(out.dtype.element_ty)
-            tl.store(o_rows + V0 + c1[None, :], o1, mask=row_ok[:, None] & (c1 < DV - V0)[None, :])
-        if lse is not None:
-            tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)
+        store.store_result(out, lse, tokens, head, row_ok, acc0, acc1, lse_row, stride_out_token, stride_out_head, stride_lse_head, VEC_OUT, V0, V1, DV)
 
 
 def run_decode(
     problem: AttnProblem, params: AttnParams, q: Tensor, cache: CacheView, out: Tensor, lse: Tensor | None, *,
     cu_seqlens_q: Tensor | None, seq_lens: Tensor, block_table: Tensor, num_seqs: int, max_seqlen_q: int, plan: DecodePlan,
-    scratch: Scratch, seq_ids: Tensor | None = None, seq_splits: Tensor | None = None,
+    scratch: Scratch, work: DecodeWork | None = None,
 ) -> None:  # fmt: skip
-    """seq_ids [num_seqs] picks the sequences to compute (None: all); seq_splits [num_seqs] gives each its own number of splits."""
-    splits, heads = plan.num_splits, problem.num_q_heads
+    """work lists which sequences to compute and in how many splits each; None: all `num_seqs`, as `plan` says."""
+    splits = plan.num_splits
     if not num_seqs or not q.shape[0]:
         return
+    over = (splits, num_seqs) if work is None else (work.num_items, 1)
     part_out = part_lse = None
-    if splits > 1:
-        parts = num_seqs * max_seqlen_q * splits * heads
-        part_out = scratch.take("decode_out", parts * problem.v_head_size, torch.float32)
-        part_lse = scratch.take("decode_lse", parts, torch.float32)
+    if splits > 1 or work is not None:
+        part_out, part_lse = take_parts(problem, over[0] * over[1], max_seqlen_q, scratch)
     vec, vec_q, vec_out = launch.vec_width(cache.k, cache.v), launch.vec_width(q), launch.vec_width(out)
     left, right = window(params)
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
-    grid = (problem.num_kv_heads * plan.row_blocks, splits, num_seqs)
+    grid = (problem.num_kv_heads * plan.row_blocks, *over)
     start = launch_wave if plan.row.config["form"] == "wave" and vec > 1 else partial(launch.run, decode)
     with launch.on(q, plan.row):
         start(
@@ -286,7 +275,7 @@ def run_decode(
             (
                 out, lse, part_out, part_lse,
                 q, cache.k, cache.v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
-                cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+                cu_seqlens_q, seq_lens, block_table, None if work is None else work.items,
                 q.stride(0) // vec_q, q.stride(1) // vec_q, cache.stride_k_block // vec, cache.stride_k_token // vec,
                 cache.stride_k_head // vec, cache.stride_v_block // vec, cache.stride_v_token // vec, cache.stride_v_head // vec,
                 out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0), block_table.stride(0),
@@ -296,16 +285,16 @@ def run_decode(
             ),
             {
                 "VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SOFTCAP": params.softcap > 0, "WINDOW_LEFT": left != UNLIMITED,
-                "SPLIT": splits > 1, "ROWS": plan.rows,
+                "SPLIT": part_out is not None, "ROWS": plan.rows,
                 # Twins, as caches usually are, share one set of addresses: room in the registers for another program.
                 "SAME_STRIDES": cache.stride_k_block == cache.stride_v_block and cache.stride_k_token == cache.stride_v_token,
             },
             _static(plan.row, problem), plan.row.options,
         )  # fmt: skip
-        if splits > 1:
+        if part_out is not None and part_lse is not None:
             run_combine(
-                problem, out, lse, part_out, part_lse, cu_seqlens_q=cu_seqlens_q, seq_ids=seq_ids, num_seqs=num_seqs,
-                max_seqlen_q=max_seqlen_q, num_splits=splits,
+                problem, out, lse, part_out, part_lse, cu_seqlens_q=cu_seqlens_q, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
+                num_splits=splits, work=work,
             )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from tritonattn.paths import launch
-from tritonattn.tile import mask, softmax
+from tritonattn.tile import mask, seqlens, softmax, store
 from tritonattn.tile.kv_load import descale, upcast
 from tritonattn.tile.wave_load import column_of, load_k_plain, load_k_preshuffled, load_v_plain, load_v_preshuffled, wave_tokens
 from tritonattn.tuning.codegen import hot_loops
@@ -92,6 +92,18 @@ def store_merged(
         tl.store(out + rows[:, None] + columns[None, :], o.to(out.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def store_rows(
+    out, rows, row_ok, acc0, acc1, scale, lse, lse_rows, lse_ok, lse_row, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
+    SHUFFLED: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, WAVES: tl.constexpr,
+):  # fmt: skip
+    store_merged(out, rows, row_ok, acc0, scale, 0, V0, V0, DV, SHUFFLED, X, ROWS, WAVES)
+    if V1 > 0:
+        store_merged(out + V0, rows, row_ok, acc1, scale, 0, V1, V1, DV - V0, SHUFFLED, X, ROWS, WAVES)
+    if lse is not None:
+        tl.store(lse + lse_rows, lse_row, mask=lse_ok)
+
+
 @triton.jit(
     do_not_specialize=[
         "k_cache", "v_cache",  # else a cache above 2 GiB would compile anew; their alignment comes with VEC
@@ -101,12 +113,12 @@ def store_merged(
     ],
 )  # fmt: skip
 def decode_wave(
-    # outputs; part_*: [num_seqs * max_seqlen_q, num_splits, heads, (DV)] where there is more than one split, LSE in log2 units
+    # outputs; part_*: see `tile.store`, where a sequence has more than one split
     out, lse, part_out, part_lse,
     # inputs
     q, k_cache, v_cache, sinks, alibi_slopes, q_descale, k_descale, v_descale,
-    # metadata, int32; None: sequence i has the i-th max_seqlen_q query tokens / all sequences / num_splits for each
-    cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+    # metadata, int32; cu_seqlens_q None: sequence i has the i-th max_seqlen_q query tokens; work: see `seqlens.decode_item`
+    cu_seqlens_q, seq_lens, block_table, work,
     # strides, in units of VEC elements but for lse, table and descales
     stride_q_token, stride_q_head, stride_k_block, stride_k_token, stride_k_head, stride_v_block, stride_v_token, stride_v_head,
     stride_out_token, stride_out_head, stride_lse_head, stride_table, stride_q_descale, stride_k_descale, stride_v_descale,
@@ -123,11 +135,10 @@ def decode_wave(
     TOKENS: tl.constexpr = BLOCK_N // WAVES  # of a tile, for each wave
     kv_head = tl.program_id(0) // row_blocks
     row0 = tl.program_id(0) % row_blocks * ROWS
-    split = tl.program_id(1)
-    slot = tl.program_id(2)
-    seq = slot
-    if seq_ids is not None:
-        seq = tl.load(seq_ids + slot)
+    seq, split, splits, place = seqlens.decode_item(work, num_splits)
+    if work is not None:
+        if splits == 0:
+            return
     k_len = tl.load(seq_lens + seq)
     if cu_seqlens_q is None:
         q_start = seq * max_seqlen_q
@@ -137,23 +148,20 @@ def decode_wave(
         q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
     if row0 >= q_len * GROUP:
         return
-    splits = num_splits
-    if seq_splits is not None:
-        splits = tl.load(seq_splits + slot)
 
     rows = row0 + tl.arange(0, ROWS)
     query = rows // GROUP
     head = kv_head * GROUP + rows % GROUP
     row_ok = query < q_len
     tokens = (q_start + query).to(tl.int64)
-    part = ((slot.to(tl.int64) * max_seqlen_q + query) * num_splits + split) * NUM_HEADS + head
+    part = store.part_rows(place, query, head, max_seqlen_q, NUM_HEADS)
     diag = k_len - q_len
     row_first = row0 // GROUP
     row_last = (tl.minimum(row0 + ROWS, q_len * GROUP) - 1) // GROUP
     lo, hi = mask.visible(row_first, row_last, diag, k_len, window_left, window_right)
     begin, end = mask.split_bounds(lo, hi, split, splits, BLOCK_N)
     lo = tl.maximum(lo, begin)
-    hi = tl.where(split < splits, end, begin)
+    hi = end
     if SPLIT:
         if (split > 0) & (lo >= hi):
             tl.store(part_lse + part, tl.full([ROWS], softmax.NEG_INF, tl.float32), mask=row_ok)
@@ -213,20 +221,21 @@ def decode_wave(
     weight, m, l = softmax.rejoin(m, tl.sum(l, 2))
     inverse, lse_row = softmax.finish(m, l)
     inverse = inverse * out_scale * descale(v_descale, kv_head, stride_v_descale)
-    if SPLIT:
-        target = part_out
-        out_rows = part * DV
-        out_ok = row_ok & (lse_row != softmax.NEG_INF)
-        tl.store(part_lse + part, lse_row, mask=row_ok)
-    else:
-        target = out
-        out_rows = (tokens * stride_out_token + head * stride_out_head) * VEC_OUT
-        out_ok = row_ok
-        if lse is not None:
-            tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)
-    store_merged(target, out_rows, out_ok, acc0 * weight[:, :, None], inverse, 0, V0, V0, DV, SHUFFLED, X, ROWS, WAVES)
+    acc0 *= weight[:, :, None]
     if V1 > 0:
-        store_merged(target + V0, out_rows, out_ok, acc1 * weight[:, :, None], inverse, 0, V1, V1, DV - V0, SHUFFLED, X, ROWS, WAVES)
+        acc1 *= weight[:, :, None]
+    out_rows = (tokens * stride_out_token + head * stride_out_head) * VEC_OUT
+    lse_rows = head.to(tl.int64) * stride_lse_head + tokens
+    part_ok = row_ok & (lse_row != softmax.NEG_INF)
+    log = lse_row * softmax.LN2
+    if not SPLIT:
+        store_rows(out, out_rows, row_ok, acc0, acc1, inverse, lse, lse_rows, row_ok, log, V0, V1, DV, SHUFFLED, X, ROWS, WAVES)
+    elif work is None:
+        store_rows(part_out, part * DV, part_ok, acc0, acc1, inverse, part_lse, part, row_ok, lse_row, V0, V1, DV, SHUFFLED, X, ROWS, WAVES)
+    elif splits > 1:
+        store_rows(part_out, part * DV, part_ok, acc0, acc1, inverse, part_lse, part, row_ok, lse_row, V0, V1, DV, SHUFFLED, X, ROWS, WAVES)
+    else:
+        store_rows(out, out_rows, row_ok, acc0, acc1, inverse, lse, lse_rows, row_ok, log, V0, V1, DV, SHUFFLED, X, ROWS, WAVES)
 
 
 def lds_traffic(assembly):

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tritonattn.paths import launch
-from tritonattn.paths.combine import run_combine
-from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, compute_dtype, power_of_two
+from tritonattn.paths.combine import run_combine, take_parts
+from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, power_of_two
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnProblem, MlaParams, split_head_size
 from tritonattn.scratch import Scratch
-from tritonattn.tile import kv_load, mask, softmax
+from tritonattn.tile import kv_load, mask, seqlens, softmax, store
 from tritonattn.tile.kv_load import descale, load_2d, plain_rows, upcast
 from tritonattn.tuning.table import Row
 
@@ -58,12 +57,12 @@ def weigh(q0, q1, qr, kv0, kv1, kr, keys, row_lo, row_hi, m, l, scale, rope_scal
     ],
 )  # fmt: skip
 def mla_decode(
-    # outputs; part_*: [num_seqs * max_seqlen_q, num_splits, heads, (LATENT)] where there is more than one split, LSE in log2 units
+    # outputs; part_*: see `tile.store`, where a sequence has more than one split
     out, lse, part_out, part_lse,
     # inputs; q_rope None: it follows the latent part in the rows of q
     q, q_rope, kv_cache, q_descale, kv_descale, rope_descale,
-    # metadata, int32; None: sequence i has the i-th max_seqlen_q query tokens / all sequences / num_splits for each
-    cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+    # metadata, int32; cu_seqlens_q None: sequence i has the i-th max_seqlen_q query tokens; work: see `seqlens.decode_item`
+    cu_seqlens_q, seq_lens, block_table, work,
     # strides, in units of VEC elements but for lse and table
     stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_kv_block, stride_kv_token,
     stride_out_token, stride_out_head, stride_lse_head, stride_table,
@@ -77,11 +76,10 @@ def mla_decode(
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, SCORES_ONCE: tl.constexpr,
 ):  # fmt: skip
     row0 = tl.program_id(0) * ROWS
-    split = tl.program_id(1)
-    slot = tl.program_id(2)
-    seq = slot
-    if seq_ids is not None:
-        seq = tl.load(seq_ids + slot)
+    seq, split, splits, place = seqlens.decode_item(work, num_splits)
+    if work is not None:
+        if splits == 0:
+            return
     k_len = tl.load(seq_lens + seq)
     if cu_seqlens_q is None:
         q_start = seq * max_seqlen_q
@@ -91,9 +89,6 @@ def mla_decode(
         q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
     if row0 >= q_len * NUM_HEADS:
         return
-    splits = num_splits
-    if seq_splits is not None:
-        splits = tl.load(seq_splits + slot)
 
     rows = row0 + tl.arange(0, ROWS)
     query = rows // NUM_HEADS
@@ -103,7 +98,7 @@ def mla_decode(
     row_last = tl.minimum(row0 + ROWS, q_len * NUM_HEADS) - 1
     lo, hi = mask.visible(row0 // NUM_HEADS, row_last // NUM_HEADS, diag, k_len, k_len, window_right)
     begin, end = mask.split_bounds(lo, hi, split, splits, BLOCK_N)
-    hi = tl.where(split < splits, end, begin)
+    hi = end
     row_lo, row_hi = mask.row_limits(query, diag, k_len, k_len, window_right)
     row_hi = tl.minimum(row_hi, hi)
 
@@ -172,62 +167,56 @@ def mla_decode(
     inverse, lse_row = softmax.finish(m, l)
     inverse = inverse * kv_scale
     acc0 = acc0 * inverse[:, None]
-    if SPLIT:
-        part = ((slot.to(tl.int64) * max_seqlen_q + query) * num_splits + split) * NUM_HEADS + head
-        live = row_ok & (lse_row != softmax.NEG_INF)
-        tl.store(part_out + (part * LATENT)[:, None] + c0[None, :], acc0, mask=live[:, None])
-        if L1 > 0:
-            ok1 = live[:, None] & (c1 < LATENT - L0)[None, :]
-            tl.store(part_out + (part * LATENT + L0)[:, None] + c1[None, :], acc1 * inverse[:, None], mask=ok1)
-        tl.store(part_lse + part, lse_row, mask=row_ok)
+    if L1 > 0:
+        acc1 = acc1 * inverse[:, None]
+    part = store.part_rows(place, query, head, max_seqlen_q, NUM_HEADS)
+    if not SPLIT:
+        store.store_result(out, lse, tokens, head, row_ok, acc0, acc1, lse_row, stride_out_token, stride_out_head, stride_lse_head, VEC_OUT, L0, L1, LATENT)
+    elif work is None:
+        store.store_part(part_out, part_lse, part, row_ok, acc0, acc1, lse_row, L0, L1, LATENT)
+    elif splits > 1:
+        store.store_part(part_out, part_lse, part, row_ok, acc0, acc1, lse_row, L0, L1, LATENT)
     else:
-        o_rows = out + ((tokens * stride_out_token + head * stride_out_head) * VEC_OUT)[:, None]
-        tl.store(o_rows + c0[None, :], acc0.to(out.dtype.element_ty), mask=row_ok[:, None])
-        if L1 > 0:
-            o1 = (acc1 * inverse[:, None]).to(out.dtype.element_ty)
-            tl.store(o_rows + L0 + c1[None, :], o1, mask=row_ok[:, None] & (c1 < LATENT - L0)[None, :])
-        if lse is not None:
-            tl.store(lse + head.to(tl.int64) * stride_lse_head + tokens, lse_row * softmax.LN2, mask=row_ok)
+        store.store_result(out, lse, tokens, head, row_ok, acc0, acc1, lse_row, stride_out_token, stride_out_head, stride_lse_head, VEC_OUT, L0, L1, LATENT)
 
 
 def run_mla_decode(
     problem: AttnProblem, params: MlaParams, q: Tensor, q_rope: Tensor | None, kv_cache: Tensor, out: Tensor, lse: Tensor | None, *,
     cu_seqlens_q: Tensor | None, seq_lens: Tensor, block_table: Tensor, num_seqs: int, max_seqlen_q: int, plan: DecodePlan,
-    scratch: Scratch, seq_ids: Tensor | None = None, seq_splits: Tensor | None = None,
+    scratch: Scratch, work: DecodeWork | None = None,
 ) -> None:  # fmt: skip
     """q [T, H, latent + rope], or [T, H, latent] beside q_rope [T, H, rope]; the rest as in `run_decode`."""
-    splits, heads = plan.num_splits, problem.num_q_heads
+    splits = plan.num_splits
     if not num_seqs or not q.shape[0]:
         return
+    over = (splits, num_seqs) if work is None else (work.num_items, 1)
     part_out = part_lse = None
-    if splits > 1:
-        parts = num_seqs * max_seqlen_q * splits * heads
-        part_out = scratch.take("decode_out", parts * problem.v_head_size, torch.float32)
-        part_lse = scratch.take("decode_lse", parts, torch.float32)
+    if splits > 1 or work is not None:
+        part_out, part_lse = take_parts(problem, over[0] * over[1], max_seqlen_q, scratch)
     rope = q if q_rope is None else q_rope
     vec, vec_q, vec_out = launch.vec_width(kv_cache), launch.vec_width(q, rope), launch.vec_width(out)
     q_scale, kv_scale = descale_of(params.q_descale), descale_of(params.kv_descale)
     rope_scale = descale_of(params.kv_descale if params.rope_descale is None else params.rope_descale)
     with launch.on(q, plan.row):
         launch.run(
-            mla_decode, (plan.row_blocks, splits, num_seqs),
+            mla_decode, (plan.row_blocks, *over),
             (
                 out, lse, part_out, part_lse,
                 q, q_rope, kv_cache, q_scale.pointer, kv_scale.pointer, rope_scale.pointer,
-                cu_seqlens_q, seq_lens, block_table, seq_ids, seq_splits,
+                cu_seqlens_q, seq_lens, block_table, None if work is None else work.items,
                 q.stride(0) // vec_q, q.stride(1) // vec_q, rope.stride(0) // vec_q, rope.stride(1) // vec_q,
                 kv_cache.stride(0) // vec, kv_cache.stride(1) // vec,
                 out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0), block_table.stride(0),
                 splits, max_seqlen_q, params.softmax_scale * LOG2E * q_scale.factor, kv_scale.factor, rope_scale.factor,
                 0 if params.causal else UNLIMITED,
             ),
-            {"VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SPLIT": splits > 1, "ROWS": plan.rows},
+            {"VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SPLIT": part_out is not None, "ROWS": plan.rows},
             _static(plan.row, problem), plan.row.options,
         )  # fmt: skip
         if part_out is not None and part_lse is not None:
             run_combine(
-                problem, out, lse, part_out, part_lse, cu_seqlens_q=cu_seqlens_q, seq_ids=seq_ids, num_seqs=num_seqs,
-                max_seqlen_q=max_seqlen_q, num_splits=splits,
+                problem, out, lse, part_out, part_lse, cu_seqlens_q=cu_seqlens_q, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
+                num_splits=splits, work=work,
             )  # fmt: skip
 
 

@@ -54,3 +54,18 @@ def find_tile(tile, cu_seqlens_q, num_seqs, num_tokens, BLOCK_M: tl.constexpr):
         else:
             hi = middle - 1
     return lo, (tile - (tl.load(cu_seqlens_q + lo) // BLOCK_M + lo)) * BLOCK_M
+
+
+@triton.jit
+def decode_item(work, num_splits):
+    """(sequence, split, of how many, place of its part) of a decode program on the grid (.., splits or items, sequences or 1).
+
+    work [items, 3] int32: sequence, split, splits; splits = 0 where there is nothing to do. None: each sequence has num_splits.
+    """
+    if work is None:
+        split = tl.program_id(1)
+        seq = tl.program_id(2)
+        return seq, split, num_splits, seq * num_splits + split
+    else:
+        place = tl.program_id(1)
+        return tl.load(work + 3 * place), tl.load(work + 3 * place + 1), tl.load(work + 3 * place + 2), place
