@@ -689,17 +689,19 @@ def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_thr
         reasons.values.append(f"seq_lens must be as long as query_lens, {len(query)}, got {len(seq)}")
         reasons.done()
     if len(query):
-        reasons.each("query_lens must be at least 0", query, query < 0)
-        reasons.each("seq_lens must be at least query_lens", seq, seq < query)
-        needed = np.where(seq > query, seq, 0)
-        if block_table is None:
-            reasons.each("block_table must be given where a request has context", needed, needed > 0)
-        else:
+        if query.min() < 0:
+            reasons.each("query_lens must be at least 0", query, query < 0)
+        context = seq - query
+        if context.min() < 0:
+            reasons.each("seq_lens must be at least query_lens", seq, context < 0)
+        if block_table is not None:
             reasons.shape("block_table", block_table, (len(query), -1))
-            if block_size is not None:
-                held = block_table.shape[1] * block_size
-                extends = query > decode_threshold
-                stored = np.where(extends, seq - query, needed)
+        elif context.any():
+            reasons.each("block_table must be given where a request has context", seq, context > 0)
+        if block_table is not None and block_size is not None:
+            held = block_table.shape[1] * block_size
+            if seq.max() > held:
+                stored = np.where((query > decode_threshold) | (context == 0), context, seq)
                 reasons.each(f"seq_lens must fit in block_table, {held} tokens in the cache", stored, stored > held)
     reasons.done()
     return query, seq
