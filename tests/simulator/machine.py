@@ -1,4 +1,5 @@
 """Run a few lines of assembly on chosen register contents."""
+
 import ctypes
 import struct
 
@@ -39,19 +40,32 @@ def run(body, inputs=None, outputs=(), *, arch="gfx942", scalars=None, scalar_ou
     """
     inputs, scalars = dict(inputs or {}), dict(scalars or {})
     data = np.zeros((max(1, len(inputs)), 64), U32)
-    for row, values in zip(data, inputs.values()):
+    for row, values in zip(data, inputs.values(), strict=False):
         row[:] = np.broadcast_to(np.asarray(values).view(U32) if np.asarray(values).dtype.itemsize == 4 else values, 64)
     words = np.array([v & 0xFFFFFFFF for v in scalars.values()] + [0], U32)
     addresses = np.array([a.ctypes.data for a in buffers] + [0], np.uint64)
     results = np.zeros((waves, len(outputs) + len(scalar_outputs) + 1, 64), U32)
-    lines = ["s_load_dwordx4 s[92:95], s[0:1], 0x0", "s_load_dwordx2 s[90:91], s[0:1], 0x10", "s_load_dwordx2 s[96:97], s[0:1], 0x18", "s_waitcnt lgkmcnt(0)",
-             "v_lshlrev_b32_e32 v255, 2, v0", "v_and_b32_e32 v254, 0xff, v255"]
+    lines = [
+        "s_load_dwordx4 s[92:95], s[0:1], 0x0",
+        "s_load_dwordx2 s[90:91], s[0:1], 0x10",
+        "s_load_dwordx2 s[96:97], s[0:1], 0x18",
+        "s_waitcnt lgkmcnt(0)",
+        "v_lshlrev_b32_e32 v255, 2, v0",
+        "v_and_b32_e32 v254, 0xff, v255",
+    ]
     lines += [f"global_load_dword v{r}, v254, s[92:93] offset:{256 * k}" for k, r in enumerate(inputs)]
     lines += [f"s_load_dword s{r}, s[90:91], {4 * k}" for k, r in enumerate(scalars)]
     lines += [f"s_load_dwordx2 s[{80 + 2 * k}:{81 + 2 * k}], s[96:97], {8 * k}" for k in range(len(buffers))]
-    lines += ["s_waitcnt vmcnt(0) lgkmcnt(0)", body, "s_waitcnt vmcnt(0) lgkmcnt(0)", "s_mov_b64 exec, -1",
-              f"v_lshrrev_b32_e32 v254, 8, v255", f"v_mul_u32_u24_e32 v254, {results[0].nbytes}, v254", "v_and_b32_e32 v255, 0xff, v255",
-              "v_add_u32_e32 v254, v254, v255"]
+    lines += [
+        "s_waitcnt vmcnt(0) lgkmcnt(0)",
+        body,
+        "s_waitcnt vmcnt(0) lgkmcnt(0)",
+        "s_mov_b64 exec, -1",
+        "v_lshrrev_b32_e32 v254, 8, v255",
+        f"v_mul_u32_u24_e32 v254, {results[0].nbytes}, v254",
+        "v_and_b32_e32 v255, 0xff, v255",
+        "v_add_u32_e32 v254, v254, v255",
+    ]
     for k, r in enumerate(outputs):
         name = r if isinstance(r, str) else f"v{r}"
         if name[0] == "a":

@@ -1,4 +1,5 @@
 """Small Triton kernels for the simulator's own tests."""
+
 import triton
 import triton.language as tl
 

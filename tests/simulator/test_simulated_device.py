@@ -1,4 +1,5 @@
 """Kernels through Triton's own launch path, executed as gfx942 and gfx950 machine code."""
+
 import math
 import os
 
@@ -44,8 +45,8 @@ def test_attention(arch, seq_q, seq_k):
     d = 64
     q, k, v = (torch.randn(n, d, dtype=torch.bfloat16) for n in (seq_q, seq_k, seq_k))
     out, lse = torch.full((seq_q, d), math.nan, dtype=torch.bfloat16), torch.full((seq_q,), math.nan)
-    kernels.attend[(2,)](q, k, v, out, lse, d ** -0.5 * math.log2(math.e), seq_q, seq_k, BM=32, BN=32, D=d, num_warps=4)
-    s = (q.double() @ k.double().T) * d ** -0.5
+    kernels.attend[(2,)](q, k, v, out, lse, d**-0.5 * math.log2(math.e), seq_q, seq_k, BM=32, BN=32, D=d, num_warps=4)
+    s = (q.double() @ k.double().T) * d**-0.5
     s = s.masked_fill(torch.arange(seq_k)[None] > torch.arange(seq_q)[:, None] + seq_k - seq_q, -math.inf)
     torch.testing.assert_close(lse.double(), s.logsumexp(1), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(out.double(), s.softmax(1) @ v.double(), rtol=2e-2, atol=1e-2)
@@ -53,5 +54,5 @@ def test_attention(arch, seq_q, seq_k):
 
 def test_a_byte_too_far_is_a_fault(arch):
     x, y, out = torch.randn(1000), torch.randn(999), torch.empty(1000)
-    with pytest.raises(SimulatorError, match="memory at .*bytes past the end of a tensor of 3996 bytes"):
+    with pytest.raises(SimulatorError, match=r"memory at .*bytes past the end of a tensor of 3996 bytes"):
         kernels.add[(4,)](x, y, out, 1000, BLOCK=256)

@@ -1,4 +1,5 @@
 """The faults that only machine code has, one by one; and what is refused by name."""
+
 import numpy as np
 import pytest
 from machine import U32, program, run
@@ -15,8 +16,16 @@ def fault(kind, text):
 
 # ---- memory
 
-@pytest.mark.parametrize("code, size", [("global_load_dword v2, v1, s[80:81] offset:{0}", 4), ("global_load_ubyte v2, v1, s[80:81] offset:{0}", 1),
-                                        ("global_store_dwordx4 v1, v[10:13], s[80:81] offset:{0}", 16), ("global_atomic_add v1, v10, s[80:81] offset:{0}", 4)])
+
+@pytest.mark.parametrize(
+    "code, size",
+    [
+        ("global_load_dword v2, v1, s[80:81] offset:{0}", 4),
+        ("global_load_ubyte v2, v1, s[80:81] offset:{0}", 1),
+        ("global_store_dwordx4 v1, v[10:13], s[80:81] offset:{0}", 16),
+        ("global_atomic_add v1, v10, s[80:81] offset:{0}", 4),
+    ],
+)
 def test_one_byte_past_the_end(code, size):
     data = np.zeros(1024, np.uint8)
     inputs = {1: (LANES * 0 + 1000).astype(U32), **{10 + k: LANES.astype(U32) for k in range(4)}}
@@ -44,6 +53,7 @@ def test_lds_bounds():
 
 
 # ---- undefined values: they may travel, they may not decide or leave
+
 
 def test_undefined_register_as_an_address_or_data():
     data = np.zeros(64, U32)
@@ -75,16 +85,26 @@ def test_undefined_lanes_and_halves_are_told_apart():
 
 def test_an_undefined_value_masked_away_is_fine():
     out = np.zeros(64, U32)
-    run("""v_cmp_gt_f32_e32 vcc, 0, v7
+    run(
+        """v_cmp_gt_f32_e32 vcc, 0, v7
         s_and_b64 vcc, vcc, 0
         v_cndmask_b32_e32 v8, v1, v7, vcc
-        global_store_dword v1, v8, s[80:81]""", {1: ADDRESS}, buffers=[out])
+        global_store_dword v1, v8, s[80:81]""",
+        {1: ADDRESS},
+        buffers=[out],
+    )
     np.testing.assert_array_equal(out, ADDRESS)
 
 
 def test_unwritten_lds_travels_to_a_store():
     out = np.zeros(64, U32)
-    body = "v_mov_b32_e32 v2, 1\n{}ds_write_b32 v1, v2\ns_mov_b64 exec, -1\ns_waitcnt lgkmcnt(0)\nds_read_b32 v3, v1\ns_waitcnt lgkmcnt(0)\nglobal_store_dword v1, v3, s[80:81]"
+    body = """v_mov_b32_e32 v2, 1
+        {}ds_write_b32 v1, v2
+        s_mov_b64 exec, -1
+        s_waitcnt lgkmcnt(0)
+        ds_read_b32 v3, v1
+        s_waitcnt lgkmcnt(0)
+        global_store_dword v1, v3, s[80:81]"""
     run(body.format(""), {1: ADDRESS}, buffers=[out], lds=256)
     with fault("undefined value", "v3 is undefined and stored"):
         run(body.format("s_mov_b64 exec, 0xffffffff\n"), {1: ADDRESS}, buffers=[out], lds=256)
@@ -102,24 +122,36 @@ def test_undefined_rows_and_columns_of_a_matrix_product():
         s_mov_b64 exec, 0xffff
         global_store_dword v1, v{}, s[80:81]"""
     defined_but_row_1 = hex(sum(1 << lane for lane in LANES.tolist() if lane % 16 != 1))
-    run("s_mov_b32 s10, {0}\ns_mov_b32 s11, {0}\n".format(hex(int(defined_but_row_1, 16) & 0xFFFFFFFF)) + body.format("s[10:11]", 10), {1: ADDRESS}, buffers=[out])
+    run(
+        "s_mov_b32 s10, {0}\ns_mov_b32 s11, {0}\n".format(hex(int(defined_but_row_1, 16) & 0xFFFFFFFF)) + body.format("s[10:11]", 10),
+        {1: ADDRESS},
+        buffers=[out],
+    )
     with fault("undefined value", "v11"):
-        run("s_mov_b32 s10, {0}\ns_mov_b32 s11, {0}\n".format(hex(int(defined_but_row_1, 16) & 0xFFFFFFFF)) + body.format("s[10:11]", 11), {1: ADDRESS}, buffers=[out])
+        run(
+            "s_mov_b32 s10, {0}\ns_mov_b32 s11, {0}\n".format(hex(int(defined_but_row_1, 16) & 0xFFFFFFFF)) + body.format("s[10:11]", 11),
+            {1: ADDRESS},
+            buffers=[out],
+        )
 
 
 # ---- waits
 
-@pytest.mark.parametrize("load, wait, use", [
-    ("global_load_dword v2, v1, s[80:81]", "s_waitcnt vmcnt(0)", "v_add_u32_e32 v3, v2, v2"),
-    ("global_load_dword v2, v1, s[80:81]", "s_waitcnt vmcnt(0)", "v_mov_b32_e32 v2, 0"),
-    ("global_load_dwordx4 v[2:5], v1, s[80:81]", "s_waitcnt vmcnt(0)", "v_mfma_f32_16x16x16_bf16 v[10:13], v[6:7], v[4:5], 0"),
-    ("ds_read_b32 v2, v1", "s_waitcnt lgkmcnt(0)", "v_add_u32_e32 v3, v2, v2"),
-    ("ds_bpermute_b32 v2, v1, v6", "s_waitcnt lgkmcnt(0)", "ds_write_b32 v1, v2"),
-    ("s_load_dword s10, s[80:81], 0x0", "s_waitcnt lgkmcnt(0)", "s_add_i32 s11, s10, 1"),
-    ("s_load_dwordx4 s[12:15], s[80:81], 0x0", "s_waitcnt lgkmcnt(0)", "v_add_u32_e32 v3, s14, v1"),
-    ("global_atomic_add v2, v1, v6, s[80:81] sc0", "s_waitcnt vmcnt(0)", "v_mov_b32_e32 v3, v2"),
-    ("s_movk_i32 m0, 0x0\nglobal_load_lds_dword v1, s[80:81]", "s_waitcnt vmcnt(0)", "ds_read_b32 v3, v1"),
-])
+
+@pytest.mark.parametrize(
+    "load, wait, use",
+    [
+        ("global_load_dword v2, v1, s[80:81]", "s_waitcnt vmcnt(0)", "v_add_u32_e32 v3, v2, v2"),
+        ("global_load_dword v2, v1, s[80:81]", "s_waitcnt vmcnt(0)", "v_mov_b32_e32 v2, 0"),
+        ("global_load_dwordx4 v[2:5], v1, s[80:81]", "s_waitcnt vmcnt(0)", "v_mfma_f32_16x16x16_bf16 v[10:13], v[6:7], v[4:5], 0"),
+        ("ds_read_b32 v2, v1", "s_waitcnt lgkmcnt(0)", "v_add_u32_e32 v3, v2, v2"),
+        ("ds_bpermute_b32 v2, v1, v6", "s_waitcnt lgkmcnt(0)", "ds_write_b32 v1, v2"),
+        ("s_load_dword s10, s[80:81], 0x0", "s_waitcnt lgkmcnt(0)", "s_add_i32 s11, s10, 1"),
+        ("s_load_dwordx4 s[12:15], s[80:81], 0x0", "s_waitcnt lgkmcnt(0)", "v_add_u32_e32 v3, s14, v1"),
+        ("global_atomic_add v2, v1, v6, s[80:81] sc0", "s_waitcnt vmcnt(0)", "v_mov_b32_e32 v3, v2"),
+        ("s_movk_i32 m0, 0x0\nglobal_load_lds_dword v1, s[80:81]", "s_waitcnt vmcnt(0)", "ds_read_b32 v3, v1"),
+    ],
+)
 def test_use_before_the_wait(load, wait, use):
     data = np.zeros(256, U32)
     inputs = {1: ADDRESS, 6: LANES.astype(U32), 7: LANES.astype(U32)}
@@ -165,10 +197,13 @@ def test_exchange_between_waves(reverse):
     good = {"wait": "s_waitcnt lgkmcnt(0)", "barrier": "s_barrier", "barrier2": "s_barrier"}
     [got] = run(EXCHANGE.format(**good), {}, [4], waves=2, lds=512, reverse=reverse)
     np.testing.assert_array_equal(got, np.stack([LANES + 64, LANES]))
-    for missing, what in (("barrier", "read of what another wave wrote|write of what another wave read"), ("barrier2", "write of what another wave read|read of what another")):
+    for missing, what in (
+        ("barrier", "read of what another wave wrote|write of what another wave read"),
+        ("barrier2", "write of what another wave read|read of what another"),
+    ):
         with fault("race", what):
             run(EXCHANGE.format(**good | {missing: ""}), {}, [4], waves=2, lds=512, reverse=reverse)
-    with fault("race", "wrote|read"):                       # the barrier alone does not wait for the LDS
+    with fault("race", "wrote|read"):  # the barrier alone does not wait for the LDS
         run(EXCHANGE.format(**good | {"wait": ""}), {}, [4], waves=2, lds=512, reverse=reverse)
 
 
@@ -202,11 +237,27 @@ def test_runaway():
 
 # ---- refusals
 
-@pytest.mark.parametrize("line", [
-    "v_frobnicate_b32 v1, v2", "v_add_f32_e64 v1, v2, v3 mul:2", "buffer_load_dword v1, v2, s[4:7], 0 idxen", "v_mfma_f32_4x4x4_16b_f16 a[0:3], v[0:1], v[2:3], 0",
-    "v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:19], v[0:3], v20, v21", "v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[4:9], v[12:17], v[0:3] cbsz:2 blgp:2",
-    "flat_load_dword v1, v[2:3]", "ds_add_u32 v1, v2", "s_getreg_b32 s1, hwreg(HW_REG_MODE)", "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 2), 1", "v_add_u32_e32 v1, ttmp1, v2",
-    "v_add_u32_e64 v1, v2, v3 clamp", "image_load v1, v2, s[0:7]", "v_mov_b32_dpp v1, v2 wave_shl:1 row_mask:0xf bank_mask:0xf", "v_add_f64 v[0:1], v[2:3], v[4:5]"])
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "v_frobnicate_b32 v1, v2",
+        "v_add_f32_e64 v1, v2, v3 mul:2",
+        "buffer_load_dword v1, v2, s[4:7], 0 idxen",
+        "v_mfma_f32_4x4x4_16b_f16 a[0:3], v[0:1], v[2:3], 0",
+        "v_mfma_scale_f32_16x16x128_f8f6f4 v[0:3], v[4:11], v[12:19], v[0:3], v20, v21",
+        "v_mfma_f32_16x16x128_f8f6f4 v[0:3], v[4:9], v[12:17], v[0:3] cbsz:2 blgp:2",
+        "flat_load_dword v1, v[2:3]",
+        "ds_add_u32 v1, v2",
+        "s_getreg_b32 s1, hwreg(HW_REG_MODE)",
+        "s_setreg_imm32_b32 hwreg(HW_REG_MODE, 0, 2), 1",
+        "v_add_u32_e32 v1, ttmp1, v2",
+        "v_add_u32_e64 v1, v2, v3 clamp",
+        "image_load v1, v2, s[0:7]",
+        "v_mov_b32_dpp v1, v2 wave_shl:1 row_mask:0xf bank_mask:0xf",
+        "v_add_f64 v[0:1], v[2:3], v[4:5]",
+    ],
+)
 def test_refused_by_name(line):
     with pytest.raises(Unsupported, match="not modelled") as caught:
         program(line)

@@ -1,4 +1,5 @@
 """Number formats: every 8-bit code, rounding ties and saturation, and the matrix instructions over them."""
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -24,8 +25,7 @@ def equal(got, want):
 def test_all_codes_unpack(arch, kind):
     codes = np.arange(256, dtype=np.uint8).reshape(64, 4)
     packed = codes.view(U32)[:, 0]
-    select = "_sdwa v[4:5], v1 src0_sel:WORD_1" if arch == "gfx942" else "_sdwa v[4:5], v1 src0_sel:WORD_1"
-    out = run(f"v_cvt_pk_f32_{kind}_e32 v[2:3], v1\nv_cvt_pk_f32_{kind}{select}", {1: packed}, [2, 3, 4, 5], arch=arch)
+    out = run(f"v_cvt_pk_f32_{kind}_e32 v[2:3], v1\nv_cvt_pk_f32_{kind}_sdwa v[4:5], v1 src0_sel:WORD_1", {1: packed}, [2, 3, 4, 5], arch=arch)
     for k in range(4):
         equal(out[k], decoded(arch, kind)[codes[:, k]])
     for byte in range(4):
@@ -37,10 +37,15 @@ def test_all_codes_unpack(arch, kind):
 def test_all_codes_unpack_scaled(kind):
     codes = np.arange(256, dtype=np.uint8).reshape(64, 4)
     for scale in (1.0, 4.0, 0.125):
-        out = run(f"""v_mov_b32_e32 v9, {np.array(scale, F).view(U32):#x}
+        out = run(
+            f"""v_mov_b32_e32 v9, {np.array(scale, F).view(U32):#x}
             v_cvt_scalef32_pk_f32_{kind} v[2:3], v1, v9
             v_cvt_scalef32_pk_bf16_{kind} v4, v1, v9 op_sel:[1,0,0]
-            v_cvt_scalef32_pk_f16_{kind} v5, v1, v9""", {1: codes.view(U32)[:, 0]}, [2, 3, 4, 5], arch="gfx950")
+            v_cvt_scalef32_pk_f16_{kind} v5, v1, v9""",
+            {1: codes.view(U32)[:, 0]},
+            [2, 3, 4, 5],
+            arch="gfx950",
+        )
         value = decoded("gfx950", kind) * F(scale)
         equal(out[0], value[codes[:, 0]])
         equal(out[1], value[codes[:, 1]])
@@ -54,7 +59,9 @@ def hard_floats(arch, kind):
     finite = np.unique(decoded(arch, kind)[np.isfinite(decoded(arch, kind))]).astype(np.float64)
     middle = ((finite[1:] + finite[:-1]) / 2).astype(F)
     top = F(finite[-1])
-    beyond = np.array([top * F(1.01), top * F(1.0624), top * F(1.0626), top * F(1.07), top * F(1.2), top * F(1.5), 1e30, np.inf, np.nan, 2.0 ** -40, 2.0 ** -149], F)
+    beyond = np.array(
+        [top * F(1.01), top * F(1.0624), top * F(1.0626), top * F(1.07), top * F(1.2), top * F(1.5), 1e30, np.inf, np.nan, 2.0**-40, 2.0**-149], F
+    )
     x = np.concatenate([finite.astype(F), middle, np.nextafter(middle, F(np.inf)), np.nextafter(middle, F(-np.inf)), beyond, -beyond])
     return np.concatenate([x, np.zeros(-len(x) % 64, F)]).reshape(-1, 64)
 
@@ -119,10 +126,23 @@ def test_16_bit_ties_and_denormals(dtype, name):
 
 # ---- matrix instructions
 
-SHAPES = [("gfx942", "16x16x16_bf16"), ("gfx942", "32x32x8_bf16"), ("gfx942", "16x16x16_f16"), ("gfx942", "32x32x8_f16"), ("gfx942", "16x16x4_f32"), ("gfx942", "32x32x2_f32"),
-          ("gfx942", "16x16x8_xf32"), ("gfx942", "32x32x4_xf32"),
-          *[(arch, f"{shape}_{a}_{b}") for arch in FP8 for shape in ("16x16x32", "32x32x16") for a in ("fp8", "bf8") for b in ("fp8", "bf8")],
-          ("gfx950", "16x16x32_bf16"), ("gfx950", "32x32x16_bf16"), ("gfx950", "16x16x32_f16"), ("gfx950", "32x32x16_f16"), ("gfx950", "16x16x128_f8f6f4"), ("gfx950", "32x32x64_f8f6f4")]
+SHAPES = [
+    ("gfx942", "16x16x16_bf16"),
+    ("gfx942", "32x32x8_bf16"),
+    ("gfx942", "16x16x16_f16"),
+    ("gfx942", "32x32x8_f16"),
+    ("gfx942", "16x16x4_f32"),
+    ("gfx942", "32x32x2_f32"),
+    ("gfx942", "16x16x8_xf32"),
+    ("gfx942", "32x32x4_xf32"),
+    *[(arch, f"{shape}_{a}_{b}") for arch in FP8 for shape in ("16x16x32", "32x32x16") for a in ("fp8", "bf8") for b in ("fp8", "bf8")],
+    ("gfx950", "16x16x32_bf16"),
+    ("gfx950", "32x32x16_bf16"),
+    ("gfx950", "16x16x32_f16"),
+    ("gfx950", "32x32x16_f16"),
+    ("gfx950", "16x16x128_f8f6f4"),
+    ("gfx950", "32x32x64_f8f6f4"),
+]
 
 
 def operand(matrix, kind, arch):
@@ -158,10 +178,11 @@ def test_matrix_product(arch, name, accumulators):
         lines = [f"v_accvgpr_write_b32 a{k}, v{50 + k}" for k in range(regs)]
         d = source = f"a[0:{regs - 1}]"
         outputs = [f"a{k}" for k in range(regs)]
-    if len(inputs) > 15:                                         # the harness' offsets reach fifteen registers
+    if len(inputs) > 15:  # the harness' offsets reach fifteen registers
         c = np.zeros_like(c)
         inputs = {k: v for k, v in inputs.items() if k < 50}
         lines = [f"v_mov_b32_e32 v{50 + k}, 0" for k in range(regs)] + lines
+
     def first(at, x):
         return f"v{at}" if len(x) == 1 else f"v[{at}:{at + len(x) - 1}]"
 

@@ -41,9 +41,16 @@ def decode():
     k, v = (torch.randn(60, 16, 1, 128).bfloat16() for _ in range(2))
     caches = layouts.from_nhd(k, v, "preshuffled")
     q = torch.randn(1, 16, 128).bfloat16()
-    args = {"seqused_k": torch.tensor([712], dtype=torch.int32), "block_table": torch.randperm(60)[None, :48].int(), "max_seqlen_k": 712, "kv_layout": "preshuffled",
-            "return_lse": True}
-    return lambda: tritonattn.decode_attention(q, *caches, num_splits=2, **args), reference.decode_attention(q, *caches, **{k: v for k, v in args.items() if k != "return_lse"})
+    args = {
+        "seqused_k": torch.tensor([712], dtype=torch.int32),
+        "block_table": torch.randperm(60)[None, :48].int(),
+        "max_seqlen_k": 712,
+        "kv_layout": "preshuffled",
+        "return_lse": True,
+    }
+    return lambda: tritonattn.decode_attention(q, *caches, num_splits=2, **args), reference.decode_attention(
+        q, *caches, **{k: v for k, v in args.items() if k != "return_lse"}
+    )
 
 
 def prefill():
@@ -61,14 +68,14 @@ def distance(got, want):
 
 def redundant(lines, k):
     """Why nothing can notice that instruction `k` is gone, or None."""
-    name, after = lines[k].name, [line.name for line in lines[k:k + 16]]
+    name, after = lines[k].name, [line.name for line in lines[k : k + 16]]
     if name == "s_waitcnt":
         return "another wait comes before every use"
     if name.startswith("s_load"):
         return "a length or argument that decides nothing in this case"
     if name == "s_barrier":
         return "waves exchange nothing across it: each reads back what it wrote itself"
-    if name.startswith("ds_") and any(n.startswith(("v_max_f32", "v_max3_f32")) for n in after + [line.name for line in lines[max(0, k - 16):k]]):
+    if name.startswith("ds_") and any(n.startswith(("v_max_f32", "v_max3_f32")) for n in after + [line.name for line in lines[max(0, k - 16) : k]]):
         return "the running maximum: any value near it gives the same result"
     return None
 

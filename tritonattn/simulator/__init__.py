@@ -10,14 +10,16 @@ What it does not show: time (there is no clock, no cache, no bank conflict); rac
 the last bits of exp, log, rcp, rsq and of sums inside a matrix instruction; hazards that the assembler's s_nop covers; and anything the
 HIP runtime does. The rules are AMD's published ones; no result here was ever compared with an AMD GPU.
 """
+
 from .program import Memory, Program, SimulatorError, program
 from .text import Unsupported
 
 __all__ = ["Memory", "Program", "SimulatorError", "Unsupported", "active", "program", "simulated", "use"]
 
 
-def __getattr__(name):              # the device needs Triton and torch; the executor does not
+def __getattr__(name):  # the device needs Triton and torch; the executor does not
     if name in ("active", "simulated", "use"):
         from . import device
+
         return getattr(device, name)
     raise AttributeError(name)

@@ -1,7 +1,8 @@
-"""The executor: core/*.h compiled once with the C compiler that Triton needs anyway, and the structures shared with it.
+"""The executor: executor/*.h compiled once with the C compiler that Triton needs anyway, and the structures shared with it.
 
 The C files hold one instruction family each. The table of instructions lives there alone: names and operand forms are read back from the library.
 """
+
 import ctypes
 import functools
 import hashlib
@@ -16,7 +17,7 @@ u8, u16, u32, u64, i32, i64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, 
 NONE, SGPR, VGPR, CONST = range(4)
 CLAMP, WRITE_HI, IS_SDWA, IS_DPP, DST_PAD = 1, 2, 4, 8, 16
 FAULTS = ("ok", "memory", "lds bounds", "undefined value", "missing wait", "race", "runaway", "trap")
-_SOURCE = pathlib.Path(__file__).parent / "core"
+_SOURCE = pathlib.Path(__file__).parent / "executor"
 # No contraction: v_mul then v_add rounds twice; v_fma is fmaf.
 _FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
 
@@ -38,15 +39,31 @@ class Range(ctypes.Structure):
 
 
 class Launch(ctypes.Structure):
-    _fields_ = [("code", ctypes.POINTER(Inst)), ("length", u32), ("maps", ctypes.POINTER(LaneMap)), ("ranges", ctypes.POINTER(Range)),
-                ("range_count", u32), ("kernarg", u64), ("lds_size", u32), ("waves", u32), ("user_sgprs", u32), ("workgroup_ids", u32),
-                ("scratch_size", u32), ("poison", u32), ("order", u32), ("fnuz", u32), ("kernarg_sgpr", u32), ("budget", u64), ("grid", u32 * 3), ("pad2", u32),
-                ("counts", ctypes.POINTER(u64))]
+    _fields_ = [
+        ("code", ctypes.POINTER(Inst)),
+        ("length", u32),
+        ("maps", ctypes.POINTER(LaneMap)),
+        ("ranges", ctypes.POINTER(Range)),
+        ("range_count", u32),
+        ("kernarg", u64),
+        ("lds_size", u32),
+        ("waves", u32),
+        ("user_sgprs", u32),
+        ("workgroup_ids", u32),
+        ("scratch_size", u32),
+        ("poison", u32),
+        ("order", u32),
+        ("fnuz", u32),
+        ("kernarg_sgpr", u32),
+        ("budget", u64),
+        ("grid", u32 * 3),
+        ("pad2", u32),
+        ("counts", ctypes.POINTER(u64)),
+    ]
 
 
 class Outcome(ctypes.Structure):
-    _fields_ = [("fault", i32), ("line", i32), ("wave", i32), ("lane", i32), ("group", i32 * 3), ("pad", u32), ("executed", u64),
-                ("text", ctypes.c_char * 192)]
+    _fields_ = [("fault", i32), ("line", i32), ("wave", i32), ("lane", i32), ("group", i32 * 3), ("pad", u32), ("executed", u64), ("text", ctypes.c_char * 192)]
 
 
 def _cache_folder():
@@ -69,10 +86,12 @@ def library():
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = pathlib.Path(folder) / target.name
-            run = subprocess.run([*compiler.split(), *_FLAGS, *native, "-o", built, _SOURCE / "simulator.c", "-lm"], capture_output=True, text=True, check=False)
+            run = subprocess.run(
+                [*compiler.split(), *_FLAGS, *native, "-o", built, _SOURCE / "simulator.c", "-lm"], capture_output=True, text=True, check=False
+            )
             if run.returncode:
                 raise RuntimeError(f"{compiler} could not build the simulator:\n{run.stderr}")
-            os.replace(built, target)                # atomic: processes that build at once agree
+            os.replace(built, target)  # atomic: processes that build at once agree
     lib = ctypes.CDLL(str(target))
     lib.op_name.restype = lib.op_form.restype = ctypes.c_char_p
     lib.simulate.argtypes = [ctypes.POINTER(Launch), u64, u64, ctypes.POINTER(Outcome)]

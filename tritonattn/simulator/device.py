@@ -7,6 +7,7 @@
 Everything before the launch is Triton's own: argument binding, specialisation, compilation and caches, resource limits.
 Triton keys its in-process cache by device index, so each arch has an index of its own.
 """
+
 import contextlib
 import struct
 
@@ -21,8 +22,22 @@ from .text import Unsupported
 
 # LDS bytes of a compute unit and number of compute units (MI300X, MI355X): what the HIP runtime would report.
 DEVICES = {"gfx942": {"max_shared_mem": 64 << 10, "multiprocessor_count": 304}, "gfx950": {"max_shared_mem": 160 << 10, "multiprocessor_count": 256}}
-_PACK = {"i1": "<b", "i8": "<b", "i16": "<h", "i32": "<i", "i64": "<q", "u1": "<B", "u8": "<B", "u16": "<H", "u32": "<I", "u64": "<Q",
-         "fp16": "<e", "fp32": "<f", "f32": "<f", "fp64": "<d"}
+_PACK = {
+    "i1": "<b",
+    "i8": "<b",
+    "i16": "<h",
+    "i32": "<i",
+    "i64": "<q",
+    "u1": "<B",
+    "u8": "<B",
+    "u16": "<H",
+    "u32": "<I",
+    "u64": "<Q",
+    "fp16": "<e",
+    "fp32": "<f",
+    "f32": "<f",
+    "fp64": "<d",
+}
 
 
 def _flatten(types, values):
@@ -94,7 +109,7 @@ def _execute(prog, arguments, memory, grid, metadata):
     prog.run(arguments, memory, grid, metadata.num_warps, metadata.shared, threads=default_threads())
 
 
-_observers = []
+_observers: list = []
 
 
 @contextlib.contextmanager
@@ -117,7 +132,7 @@ class _Utils:
         return {**DEVICES[self.arch], "arch": self.arch, "warpSize": 64, "max_num_regs": 65536, "sm_clock_rate": 0, "mem_clock_rate": 0, "mem_bus_width": 0}
 
     def load_binary(self, name, kernel, shared, device):
-        return object(), object(), 0, 0, 1024            # module, function, registers, spills, largest workgroup
+        return object(), object(), 0, 0, 1024  # module, function, registers, spills, largest workgroup
 
 
 class SimulatedInstinct(DriverBase):
@@ -130,7 +145,7 @@ class SimulatedInstinct(DriverBase):
 
     @classmethod
     def is_active(cls):
-        return False                                      # never chosen by itself
+        return False  # never chosen by itself
 
     def map_python_to_cpp_type(self, ty):
         return ty
@@ -166,6 +181,7 @@ class SimulatedInstinct(DriverBase):
 def use(arch):
     """Make every Triton launch in this process run on a simulated `arch` ("gfx942" or "gfx950")."""
     from triton import knobs
+
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: the interpreter runs no machine code, so there is nothing to simulate")
     driver.set_active(SimulatedInstinct(arch))
@@ -186,5 +202,3 @@ def simulated(arch):
         yield
     finally:
         driver._active = before
-
-

@@ -1,4 +1,5 @@
 """A decoded kernel and its launch: arguments in, faults out."""
+
 import concurrent.futures
 import ctypes
 import functools
@@ -9,9 +10,9 @@ from . import core
 from .decode import decode
 from .text import Unsupported, parse
 
-_FNUZ = {"gfx942": True, "gfx950": False}            # which 8-bit floats the arch's instructions mean
-BUDGET = 50_000_000                                  # instructions of one wave before it counts as a runaway
-NAN = 0xFFFFFFFF                                     # what unwritten registers and LDS hold: NaN as f32, f16, bf16 and either fp8
+_FNUZ = {"gfx942": True, "gfx950": False}  # which 8-bit floats the arch's instructions mean
+BUDGET = 50_000_000  # instructions of one wave before it counts as a runaway
+NAN = 0xFFFFFFFF  # what unwritten registers and LDS hold: NaN as f32, f16, bf16 and either fp8
 
 
 class SimulatorError(RuntimeError):
@@ -29,6 +30,7 @@ class SimulatorError(RuntimeError):
 @dataclass(frozen=True)
 class Memory:
     """Host bytes a launch may touch: `[start, start + size)`."""
+
     start: int
     size: int
     writable: bool = True
@@ -41,7 +43,8 @@ class Program:
         self.kernel = parse(text)
         if self.kernel.arch not in _FNUZ:
             raise Unsupported(f"kernel {self.kernel.name} is for {self.kernel.arch}; the simulator knows {', '.join(_FNUZ)}")
-        maps, insts, refused = [], [], []
+        maps: list[core.LaneMap] = []
+        insts, refused = [], []
         for k, line in enumerate(self.kernel.lines):
             try:
                 insts.append(decode(line, k, maps))
@@ -73,14 +76,31 @@ class Program:
         Raises `SimulatorError` for the first faulting workgroup.
         """
         k = self.kernel
-        kernarg = ctypes.create_string_buffer(bytes(arguments) + bytes(max(0, k.kernarg_size - len(arguments)) + 256), len(arguments) + max(0, k.kernarg_size - len(arguments)) + 256)
-        spans = sorted([(m.start, m.start + m.size, m.writable) for m in memory if m.size]
-                       + [(ctypes.addressof(kernarg), ctypes.addressof(kernarg) + len(kernarg), False)])
+        kernarg = ctypes.create_string_buffer(
+            bytes(arguments) + bytes(max(0, k.kernarg_size - len(arguments)) + 256), len(arguments) + max(0, k.kernarg_size - len(arguments)) + 256
+        )
+        spans = sorted(
+            [(m.start, m.start + m.size, m.writable) for m in memory if m.size] + [(ctypes.addressof(kernarg), ctypes.addressof(kernarg) + len(kernarg), False)]
+        )
         ranges = (core.Range * len(spans))(*[core.Range(*s, 0) for s in spans])
-        launch = core.Launch(code=self.code, length=len(self.code), maps=self.maps, ranges=ranges, range_count=len(spans),
-                             kernarg=ctypes.addressof(kernarg), lds_size=shared + k.lds_size, waves=num_warps, user_sgprs=k.user_sgprs,
-                             kernarg_sgpr=k.kernarg_sgpr, workgroup_ids=sum(on << n for n, on in enumerate(k.workgroup_ids)),
-                             scratch_size=k.scratch_size, poison=poison, order=reverse, fnuz=_FNUZ[k.arch], budget=budget)
+        launch = core.Launch(
+            code=self.code,
+            length=len(self.code),
+            maps=self.maps,
+            ranges=ranges,
+            range_count=len(spans),
+            kernarg=ctypes.addressof(kernarg),
+            lds_size=shared + k.lds_size,
+            waves=num_warps,
+            user_sgprs=k.user_sgprs,
+            kernarg_sgpr=k.kernarg_sgpr,
+            workgroup_ids=sum(on << n for n, on in enumerate(k.workgroup_ids)),
+            scratch_size=k.scratch_size,
+            poison=poison,
+            order=reverse,
+            fnuz=_FNUZ[k.arch],
+            budget=budget,
+        )
         launch.grid[:] = grid
         tally = (core.u64 * len(self.code))() if counts is not None else None
         if tally is not None:

@@ -2,6 +2,7 @@
 
 The text assembles to the shipped binary bit for bit (a test shows it where llvm-mc is present), so nothing is lost by starting from it.
 """
+
 import re
 from dataclasses import dataclass, field
 
@@ -13,31 +14,42 @@ class Unsupported(Exception):
 @dataclass
 class Line:
     """One instruction: `v_add_f32_e32 v1, s2, v3` is name `v_add_f32`, operands `["v1", "s2", "v3"]`, modifiers `{}`."""
+
     text: str
     name: str
-    encoding: str                       # "", "dpp" or "sdwa"
+    encoding: str  # "", "dpp" or "sdwa"
     operands: list
     modifiers: dict
-    target: int = -1                    # index of the instruction a branch goes to
+    target: int = -1  # index of the instruction a branch goes to
 
 
 @dataclass
 class Kernel:
     """Facts of the kernel descriptor, and its instructions."""
+
     name: str
     arch: str
-    kernarg_sgpr: int                   # scalar pair with the address of the arguments
-    user_sgprs: int                     # workgroup ids follow at this scalar register
-    workgroup_ids: tuple                # which of x, y, z are passed
+    kernarg_sgpr: int  # scalar pair with the address of the arguments
+    user_sgprs: int  # workgroup ids follow at this scalar register
+    workgroup_ids: tuple  # which of x, y, z are passed
     kernarg_size: int
-    lds_size: int                       # static part; Triton adds metadata.shared at launch
-    scratch_size: int                   # bytes a lane
+    lds_size: int  # static part; Triton adds metadata.shared at launch
+    scratch_size: int  # bytes a lane
     lines: list = field(default_factory=list)
 
 
-# Settings under which the instruction rules in core/ hold; a kernel that asks for others is refused.
-_REQUIRED = {"float_round_mode_32": 0, "float_round_mode_16_64": 0, "float_denorm_mode_32": 3, "float_denorm_mode_16_64": 3, "dx10_clamp": 1,
-             "fp16_overflow": 0, "user_sgpr_kernarg_segment_ptr": 1, "system_sgpr_workgroup_info": 0, "uses_dynamic_stack": 0}
+# Settings under which the instruction rules in executor/ hold; a kernel that asks for others is refused.
+_REQUIRED = {
+    "float_round_mode_32": 0,
+    "float_round_mode_16_64": 0,
+    "float_denorm_mode_32": 3,
+    "float_denorm_mode_16_64": 3,
+    "dx10_clamp": 1,
+    "fp16_overflow": 0,
+    "user_sgpr_kernarg_segment_ptr": 1,
+    "system_sgpr_workgroup_info": 0,
+    "uses_dynamic_stack": 0,
+}
 _BARE = {"s_endpgm", "s_barrier", "s_waitcnt", "s_nop", "s_setprio", "s_sleep", "s_sethalt", "s_trap"}
 _FLAGS = {"offen", "idxen", "lds", "glc", "slc", "nt", "sc0", "sc1", "clamp", "gds", "row_mirror", "row_half_mirror"}
 
@@ -59,9 +71,10 @@ def parse_line(text):
     name, encoding = word, ""
     for suffix in ("_dpp", "_sdwa"):
         if name.endswith(suffix):
-            name, encoding = name[:-len(suffix)], suffix[1:]
+            name, encoding = name[: -len(suffix)], suffix[1:]
     name = re.sub(r"_e(32|64)$", "", name)
-    operands, modifiers = [], {}
+    operands: list[str] = []
+    modifiers: dict = {}
     if name in _BARE:
         operands = [rest.strip()] if rest.strip() else []
         return Line(text.strip(), name, encoding, operands, modifiers)
@@ -82,9 +95,16 @@ def parse_line(text):
 
 def parse(text):
     """Assembly text of one kernel -> `Kernel`."""
-    name = re.search(r"\.amdhsa_kernel\s+(\S+)", text)[1]
-    arch = re.search(r"\.amdgcn_target\s+\"\S*?(gfx\w+)", text)[1]
-    facts = {k: v for k, v in re.findall(r"\.amdhsa_(\w+)\s+(\S+)", text)}
+
+    def find(pattern):
+        found = re.search(pattern, text)
+        if not found:
+            raise Unsupported(f"assembly text without {pattern}")
+        return found[1]
+
+    name = find(r"\.amdhsa_kernel\s+(\S+)")
+    arch = find(r"\.amdgcn_target\s+\"\S*?(gfx\w+)")
+    facts = dict(re.findall(r"\.amdhsa_(\w+)\s+(\S+)", text))
 
     def fact(key, default=0):
         return int(facts.get(key, default))
@@ -92,9 +112,17 @@ def parse(text):
     wrong = [f"{k} is {facts[k]}, must be {v}" for k, v in _REQUIRED.items() if k in facts and fact(k) != v]
     if wrong:
         raise Unsupported(f"kernel {name}: " + "; ".join(wrong))
-    before = 2 * (fact("user_sgpr_dispatch_ptr") + fact("user_sgpr_queue_ptr"))     # these two stay undefined: reading them is a fault
-    kernel = Kernel(name, arch, before, fact("user_sgpr_count"), tuple(bool(fact("system_sgpr_workgroup_id_" + x)) for x in "xyz"),
-                    fact("kernarg_size"), fact("group_segment_fixed_size"), fact("private_segment_fixed_size"))
+    before = 2 * (fact("user_sgpr_dispatch_ptr") + fact("user_sgpr_queue_ptr"))  # these two stay undefined: reading them is a fault
+    kernel = Kernel(
+        name,
+        arch,
+        before,
+        fact("user_sgpr_count"),
+        tuple(bool(fact("system_sgpr_workgroup_id_" + x)) for x in "xyz"),
+        fact("kernarg_size"),
+        fact("group_segment_fixed_size"),
+        fact("private_segment_fixed_size"),
+    )
     labels, inside = {}, False
     for raw in text.splitlines():
         line = raw.split(";")[0].rstrip()

@@ -1,7 +1,8 @@
 """`tritonattn check`: compile what every table row leads to, without a GPU, and judge the code.
 
 Each kernel's representative calls go through the public ops on CPU tensors; what they launch is compiled for the arch and read. A
-row that no standing call reaches gets one made to its conditions. Exit code 1 when any row's code is refused.
+row that no standing call reaches gets one made to its conditions. Exit code 1 when any row's code is refused. With --execute the same
+rows also run in the simulator, on small data with known answers.
 """
 
 from __future__ import annotations
@@ -102,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kernels = schema.tables()["properties"]["kernel"]["enum"]
     parser.add_argument("--arch", default="gfx942,gfx950", help="comma-separated arches or SKUs (default: %(default)s)")
     parser.add_argument("--kernel", default=",".join(kernels), help="comma-separated kernels (default: all)")
+    parser.add_argument("--execute", action="store_true", help="also run each row's machine code in the simulator and compare with float64")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
@@ -118,12 +120,22 @@ def run(args: argparse.Namespace) -> int:
         for kernel in kernels:
             for verdict in verdicts(arch, kernel):
                 results[arch.sku].append(verdict)
-                print(f"{arch.name} {verdict.kernel}: {verdict.case}", file=sys.stderr, flush=True)
+                print(f"{arch.name} {verdict.kernel}: {verdict.case}{_execute(verdict, arch) if args.execute else ''}", file=sys.stderr, flush=True)
     if args.json:
         print(json.dumps({"triton": _triton_version(), "results": {sku: [v.facts() for v in found] for sku, found in results.items()}}))
     else:
         _print(results)
     return int(any(verdict.reasons for found in results.values() for verdict in found))
+
+
+def _execute(verdict: Verdict, arch: Arch) -> str:
+    """Run the row in the simulator; what is wrong joins the reasons against it."""
+    from tritonattn.simulator.rows import execute
+
+    row = next(row for row in table.rows(verdict.kernel, arch) if row.where == verdict.row)
+    done = execute(verdict.case, arch, row)
+    verdict.reasons.extend(done.reasons)
+    return f"; executed {done.instructions} instructions, off by {done.error:.2g} (allowed {done.allowed:.2g})"
 
 
 def _triton_version() -> str:
