@@ -31,7 +31,7 @@ def load_kv(
     k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
     FLAT: tl.constexpr, SAME_STRIDES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, KCOL: tl.constexpr, KCOLS: tl.constexpr, VCOL: tl.constexpr, VCOLS: tl.constexpr,
-    CLEAR_V: tl.constexpr,
+    CLEAR_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """K columns [KCOL, KCOL + KCOLS) and V columns [VCOL, VCOL + VCOLS) of the tokens [n, n + BLOCK_N).
 
@@ -56,8 +56,8 @@ def load_kv(
         v_rows = k_rows
         if not SAME_STRIDES:
             v_rows = kv_load.plain_rows(v_pages, tokens, stride_v_block, stride_v_token, BLOCK_SIZE, VEC)
-        k = load_2d(k_base, k_rows, kc, ok, kc < D, True, KCOL + KCOLS > D)
-        v = load_2d(v_base, v_rows, vc, ok, vc < DV, True, VCOL + VCOLS > DV)
+        k = load_2d(k_base, k_rows, kc, ok, kc < D, MASKED, KCOL + KCOLS > D)
+        v = load_2d(v_base, v_rows, vc, ok, vc < DV, MASKED, VCOL + VCOLS > DV)
     if CLEAR_V:
         v = kv_load.clear_dead(v, n, lo, hi)
     return k, v
@@ -70,30 +70,31 @@ def decode_tile(
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
     FLAT: tl.constexpr, SAME_STRIDES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    CLEAR_V: tl.constexpr,
+    CLEAR_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys [n, n + BLOCK_N) into the state of the rows."""
+    """Keys [n, n + BLOCK_N) into the state of the rows; all rows see all of them unless MASKED."""
     keys = n + tl.arange(0, BLOCK_N)
     ok = keys < hi
     if WINDOW_LEFT:
         ok = ok & (keys >= lo)
     k0, v0 = load_kv(
         k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-        SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, 0, D0, 0, V0, CLEAR_V,
+        SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, 0, D0, 0, V0, CLEAR_V, MASKED,
     )  # fmt: skip
     s = tl.dot(q0, tl.trans(upcast(k0, q0.dtype)), input_precision="ieee")
     if D1 > 0 or V1 > 0:
         # Where one of the two has no second part, what is loaded in its place is masked out and not used.
         k1, v1 = load_kv(
             k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-            SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, D0, D1 if D1 > 0 else 16, V0, V1 if V1 > 0 else 16, CLEAR_V,
+            SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, D0, D1 if D1 > 0 else 16, V0, V1 if V1 > 0 else 16, CLEAR_V, MASKED,
         )  # fmt: skip
     if D1 > 0:
         s = tl.dot(q1, tl.trans(upcast(k1, q0.dtype)), s, input_precision="ieee")
     distance = keys[None, :] - row_position[:, None]
     s, factor = softmax.modify_scores(s, scale, softcap, slope, distance, SOFTCAP, ALIBI)
-    s = tl.where(mask.tile_mask(keys[None, :], row_lo[:, None], tl.minimum(row_hi, hi)[:, None], WINDOW_LEFT), s, softmax.NEG_INF)
-    p, alpha, m, l = softmax.online_step(s, m, l, factor, True)
+    if MASKED:
+        s = tl.where(mask.tile_mask(keys[None, :], row_lo[:, None], tl.minimum(row_hi, hi)[:, None], WINDOW_LEFT), s, softmax.NEG_INF)
+    p, alpha, m, l = softmax.online_step(s, m, l, factor, MASKED)
     p = p.to(q0.dtype)
     acc0 = tl.dot(p, upcast(v0, q0.dtype), acc0 * alpha[:, None], input_precision="ieee")
     if V1 > 0:
@@ -210,7 +211,23 @@ def decode(
         loop_end = hi
         if REST:
             loop_end = tl.maximum(hi - hi % X, begin)
-        for n in tl.range(begin, loop_end, BLOCK_N, num_stages=NUM_STAGES):
+        # With many rows the mask is a good part of a tile's work: then the tiles that all rows see in full have a loop of their own.
+        masked_from = begin
+        APART: tl.constexpr = ROWS > 32 and not SHUFFLED and not WINDOW_LEFT
+        if APART:
+            seen_by_all = tl.minimum(diag + row0 // GROUP + window_right + 1, hi)
+            masked_from = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
+            for n in tl.range(begin, masked_from, BLOCK_N, num_stages=NUM_STAGES):
+                following = n + BLOCK_N
+                next_k_pages = kv_load.page_ids(table, following + units, following + units < hi, BLOCK_SIZE)
+                acc0, acc1, m, l = decode_tile(
+                    q0, q1, acc0, acc1, m, l, k_base, v_base, k_pages, k_pages, n, lo, hi, row_lo, row_hi, slope, query + diag, scale,
+                    softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT,
+                    SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, False, False,
+                )  # fmt: skip
+                k_pages = next_k_pages
+            v_pages = k_pages
+        for n in tl.range(masked_from, loop_end, BLOCK_N, num_stages=NUM_STAGES):
             following = n + BLOCK_N
             next_k_pages = kv_load.page_ids(table, following + units, following + units < hi, BLOCK_SIZE)
             next_v_pages = next_k_pages
@@ -219,7 +236,7 @@ def decode(
             acc0, acc1, m, l = decode_tile(
                 q0, q1, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, loop_end, row_lo, row_hi, slope, query + diag, scale,
                 softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT,
-                SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, CLEAR,
+                SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, CLEAR, True,
             )  # fmt: skip
             k_pages = next_k_pages
             v_pages = next_v_pages
@@ -232,7 +249,7 @@ def decode(
                 acc0, acc1, m, l = decode_tile(
                     q0, q1, acc0, acc1, m, l, k_base, v_base, rest_k_pages, rest_v_pages, loop_end, lo, hi, row_lo, row_hi, slope, query + diag,
                     scale, softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, 16,
-                    VEC, False, SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, True,
+                    VEC, False, SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, True, True,
                 )  # fmt: skip
 
     inverse, lse_row = softmax.finish(m, l)
