@@ -5,8 +5,9 @@ A case is one call. Its tensors are made when it runs, on any device; on a machi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,8 +135,11 @@ def run(case: Case, arch: Arch, device: str | torch.device = "cpu") -> None:
     prepare(case, arch, device)()
 
 
-def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu") -> Callable[[], Any]:
-    """The call, with its tensors made: run it as often as wanted."""
+def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu", real: bool = False) -> partial:
+    """The call, with its tensors made: run it as often as wanted. Its `func`, `args` and `keywords` are those of the public op.
+
+    real: the contents are random normal numbers and every sequence has pages of its own; otherwise memory is taken as it comes.
+    """
     s = case.shape
     dtype = _DTYPES[case.dtype]
     v_size = s.v_head_size or s.head_size
@@ -143,7 +147,7 @@ def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu") -> Calla
     tokens = case.batch * case.query_len
 
     def new(*size, dtype=dtype):
-        return torch.empty(size, dtype=dtype, device=device)
+        return _fill(torch.empty(size, dtype=dtype, device=device), real)
 
     def ints(values):
         return torch.as_tensor(values, dtype=torch.int32).to(device)
@@ -159,20 +163,19 @@ def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu") -> Calla
     if case.kernel == "merge":
         lse = new(s.num_heads, tokens, dtype=torch.float32)
         out = new(tokens, s.num_heads, v_size)
-        return lambda: tritonattn.merge_attn_states(out, lse, out, lse)
+        return partial(tritonattn.merge_attn_states, out, lse, out, lse)
     if case.layout == "dense":
         k, v = new(tokens, s.num_kv_heads, s.head_size), new(tokens, s.num_kv_heads, v_size)
         bounds = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_q, "max_seqlen_q": case.query_len, "max_seqlen_k": case.query_len}
-        return lambda: tritonattn.flash_attn_varlen_func(q, k, v, causal=True, **bounds, **common)
+        return partial(tritonattn.flash_attn_varlen_func, q, k, v, causal=True, **bounds, **common)
     if case.layout == "latent":
-        return _prepare_mla(case, arch, new, ints, kv_dtype)
+        return _prepare_mla(case, new, ints, kv_dtype, real)
 
-    # On a stand-in every sequence may use the same pages; the table has its real width.
+    # Where nothing is read every sequence may use the same pages; the table has its real width.
     pages = -(-case.kv_len // case.block_size)
-    blocks = case.batch * pages if torch.device(device).type != "cpu" else 4
-    k_cache, v_cache = allocate(
-        case.layout, blocks, case.block_size, s.num_kv_heads, s.head_size, v_head_size=v_size, dtype=kv_dtype, device=device
-    )
+    blocks = case.batch * pages if real else 4
+    k_cache, v_cache = allocate(case.layout, blocks, case.block_size, s.num_kv_heads, s.head_size, v_head_size=v_size, dtype=kv_dtype, device=device)
+    _fill(k_cache, real), _fill(v_cache, real)
     table = (torch.arange(case.batch * pages, dtype=torch.int32) % blocks).view(case.batch, pages).to(device)
     layout = {"kv_layout": case.layout}
     descale = {"k_descale": 0.5, "v_descale": 0.5} if case.kv_dtype == "fp8" else {}
@@ -180,29 +183,35 @@ def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu") -> Calla
     if case.kernel == "cache_write":
         k, v = new(tokens, s.num_kv_heads, s.head_size), new(tokens, s.num_kv_heads, v_size)
         slots = ints(range(tokens)).to(torch.int64) % (blocks * case.block_size)
-        return lambda: tritonattn.reshape_and_cache(k, v, k_cache, v_cache, slots, **layout, **descale)
+        return partial(tritonattn.reshape_and_cache, k, v, k_cache, v_cache, slots, **layout, **descale)
     if case.kernel == "gather":
         out = (new(case.batch * 64, s.num_kv_heads, s.head_size), new(case.batch * 64, s.num_kv_heads, v_size))
         bounds = {"starts": ints([0] * case.batch), "lengths": ints([64] * case.batch)}
-        return lambda: tritonattn.gather_cache(k_cache, v_cache, table, **bounds, out=out, **layout, **descale)
+        return partial(tritonattn.gather_cache, k_cache, v_cache, table, **bounds, out=out, **layout, **descale)
     if case.kernel == "prefill":
         k, v = new(tokens, s.num_kv_heads, s.head_size), new(tokens, s.num_kv_heads, v_size)
         bounds = {"cu_seqlens_q": cu_q, "block_table": table, "max_seqlen_q": case.query_len}
         context = {"context_lens": lengths - case.query_len, "max_context_len": case.kv_len - case.query_len}
-        return lambda: tritonattn.extend_attention(q, k, v, k_cache, v_cache, **bounds, **context, **layout, **descale, **common)
+        return partial(tritonattn.extend_attention, q, k, v, k_cache, v_cache, **bounds, **context, **layout, **descale, **common)
     bounds = {"seqused_k": lengths, "block_table": table, "max_seqlen_k": case.kv_len, "max_seqlen_q": case.query_len}
     splits = {"num_splits": case.num_splits}
-    return lambda: tritonattn.decode_attention(q, k_cache, v_cache, **bounds, **splits, **layout, **descale, **common)
+    return partial(tritonattn.decode_attention, q, k_cache, v_cache, **bounds, **splits, **layout, **descale, **common)
 
 
-def _prepare_mla(case: Case, arch: Arch, new, ints, kv_dtype) -> Callable[[], Any]:
+def _fill(tensor: torch.Tensor, real: bool) -> torch.Tensor:
+    if real:  # by pieces: random numbers come in float32, and a cache may be large
+        for piece in tensor.view(-1).split(1 << 26):
+            piece.copy_(torch.randn(piece.shape, dtype=torch.float32, device=piece.device))
+    return tensor
+
+
+def _prepare_mla(case: Case, new, ints, kv_dtype, real: bool) -> partial:
     s = model("deepseek-r1") if not case.shape.latent else case.shape
     pages = -(-case.kv_len // case.block_size)
     q = new(case.batch * case.query_len, s.num_heads, s.latent + s.rope)
-    on_host = q.device.type == "cpu"
-    blocks = 4 if on_host else case.batch * pages
+    blocks = case.batch * pages if real else 4
     cache = new(blocks, case.block_size, s.latent + s.rope, dtype=kv_dtype)
     table = (torch.arange(case.batch * pages, dtype=torch.int32) % blocks).view(case.batch, pages).to(q.device)
     bounds = {"seqused_k": ints([case.kv_len] * case.batch), "block_table": table, "max_seqlen_k": case.kv_len}
     scale = {"softmax_scale": s.head_size**-0.5, "kv_lora_rank": s.latent, "kv_descale": 0.5 if case.kv_dtype == "fp8" else None}
-    return lambda: tritonattn.mla_decode(q, cache, max_seqlen_q=case.query_len, num_splits=case.num_splits, **bounds, **scale)
+    return partial(tritonattn.mla_decode, q, cache, max_seqlen_q=case.query_len, num_splits=case.num_splits, **bounds, **scale)

@@ -39,7 +39,7 @@ class Verdict:
         if self.kernel == "prefill":
             return instructions / (tile["BLOCK_M"] * tile["BLOCK_N"]), "row and key"
         if self.kernel == "mla_decode":
-            return instructions / (tile.get("BLOCK_H", 16) * tile["BLOCK_N"]), "head and key"
+            return instructions / (tile["ROWS"] * tile["BLOCK_N"]), "head and key"
         return instructions / tile["BLOCK_N"], "key of a KV head"
 
     def facts(self) -> dict[str, Any]:
@@ -70,9 +70,7 @@ def verdicts(arch: Arch, kernel: str) -> Iterator[Verdict]:
     for row in table.rows(kernel, arch):
         if row.where in reached:
             continue
-        made = [
-            verdict for case in cases.cases(kernel) for verdict in judge_case(arch, cases.meeting(case, row.when, arch), only=row.where)
-        ]
+        made = [verdict for case in cases.cases(kernel) for verdict in judge_case(arch, cases.meeting(case, row.when, arch), only=row.where)]
         if not made:
             raise table.TableError(f"{row.where}: no call reaches it; rows before it take all that it describes")
         reached.add(row.where)
@@ -154,9 +152,7 @@ def _print(results: dict[str, list[Verdict]]) -> None:
 
     console = Console()
     for sku, found in results.items():
-        grid = Table(
-            title=f"{sku} ({found[0].report.arch}), Triton {_triton_version()}: compiled and counted, nothing timed", title_justify="left"
-        )
+        grid = Table(title=f"{sku} ({found[0].report.arch}), Triton {_triton_version()}: compiled and counted, nothing timed", title_justify="left")
         for name in _COLUMNS:
             grid.add_column(name, justify="left" if name in ("row", "call", "loop") else "right", overflow="fold")
         for verdict in found:
