@@ -26,6 +26,10 @@ from tritonattn.paths.combine import run_combine, take_parts
 from tritonattn.paths.decode_wave import launch_wave
 
 
+# P in float16 with FP8_HALF: scaled so that weights down to 2^-38 of the largest count, as they would in bfloat16.
+P_SCALE = tl.constexpr(16384.0)
+
+
 @triton.jit
 def load_kv(
     k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
@@ -65,12 +69,12 @@ def load_kv(
 
 @triton.jit
 def decode_tile(
-    q0, q1, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, hi, row_lo, row_hi, slope, row_position, scale, softcap,
+    q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, hi, row_lo, row_hi, slope, row_position, scale, softcap,
     stride_k_block, stride_k_token, stride_v_block, stride_v_token,
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
     FLAT: tl.constexpr, SAME_STRIDES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    CLEAR_V: tl.constexpr, MASKED: tl.constexpr,
+    CLEAR_V: tl.constexpr, MASKED: tl.constexpr, FP8_HALF: tl.constexpr,
 ):  # fmt: skip
     """Keys [n, n + BLOCK_N) into the state of the rows; all rows see all of them unless MASKED."""
     keys = n + tl.arange(0, BLOCK_N)
@@ -81,7 +85,7 @@ def decode_tile(
         k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
         SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, 0, D0, 0, V0, CLEAR_V, MASKED,
     )  # fmt: skip
-    s = tl.dot(q0, tl.trans(upcast(k0, q0.dtype)), input_precision="ieee")
+    s = tl.dot(q0, tl.trans(kv_load.widen(k0, q0.dtype, FP8_HALF)), input_precision="ieee")
     if D1 > 0 or V1 > 0:
         # Where one of the two has no second part, what is loaded in its place is masked out and not used.
         k1, v1 = load_kv(
@@ -89,16 +93,20 @@ def decode_tile(
             SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, D0, D1 if D1 > 0 else 16, V0, V1 if V1 > 0 else 16, CLEAR_V, MASKED,
         )  # fmt: skip
     if D1 > 0:
-        s = tl.dot(q1, tl.trans(upcast(k1, q0.dtype)), s, input_precision="ieee")
+        s = tl.dot(q1, tl.trans(kv_load.widen(k1, q0.dtype, FP8_HALF)), s, input_precision="ieee")
+    if FP8_HALF:
+        s = s * q_power[:, None]
     distance = keys[None, :] - row_position[:, None]
     s, factor = softmax.modify_scores(s, scale, softcap, slope, distance, SOFTCAP, ALIBI)
     if MASKED:
         s = tl.where(mask.tile_mask(keys[None, :], row_lo[:, None], tl.minimum(row_hi, hi)[:, None], WINDOW_LEFT), s, softmax.NEG_INF)
     p, alpha, m, l = softmax.online_step(s, m, l, factor, MASKED)
+    if FP8_HALF:
+        p = p * P_SCALE
     p = p.to(q0.dtype)
-    acc0 = tl.dot(p, upcast(v0, q0.dtype), acc0 * alpha[:, None], input_precision="ieee")
+    acc0 = tl.dot(p, kv_load.widen(v0, q0.dtype, FP8_HALF), acc0 * alpha[:, None], input_precision="ieee")
     if V1 > 0:
-        acc1 = tl.dot(p, upcast(v1, q0.dtype), acc1 * alpha[:, None], input_precision="ieee")
+        acc1 = tl.dot(p, kv_load.widen(v1, q0.dtype, FP8_HALF), acc1 * alpha[:, None], input_precision="ieee")
     return acc0, acc1, m, l
 
 
@@ -127,7 +135,7 @@ def decode(
     VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     COMPUTE: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr,
     # tile
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, FP8_HALF: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) // row_blocks
     row0 = tl.program_id(0) % row_blocks * ROWS
@@ -179,6 +187,13 @@ def decode(
         if D1 > 0:
             d1 = tl.arange(0, D1)
             q1 = upcast(load_2d(q + D0, q_rows, d1, row_ok, d1 < D - D0, True, D0 + D1 > D), COMPUTE)
+        q_power = l
+        if FP8_HALF:
+            # The products run in float16, which holds every fp8 value. A row of q is brought into its range by a power of two, without
+            # an error; what that makes subnormal lies 2^24 below the row's largest element.
+            q_power = tl.maximum(kv_load.row_power(q0), kv_load.row_power(q1))
+            q0 = (q0.to(tl.float32) / q_power[:, None]).to(tl.float16)
+            q1 = (q1.to(tl.float32) / q_power[:, None]).to(tl.float16)
         slope = 0.0
         ALIBI: tl.constexpr = alibi_slopes is not None
         if ALIBI:
@@ -221,9 +236,9 @@ def decode(
                 following = n + BLOCK_N
                 next_k_pages = kv_load.page_ids(table, following + units, following + units < hi, BLOCK_SIZE)
                 acc0, acc1, m, l = decode_tile(
-                    q0, q1, acc0, acc1, m, l, k_base, v_base, k_pages, k_pages, n, lo, hi, row_lo, row_hi, slope, query + diag, scale,
+                    q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, k_pages, k_pages, n, lo, hi, row_lo, row_hi, slope, query + diag, scale,
                     softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT,
-                    SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, False, False,
+                    SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, False, False, FP8_HALF,
                 )  # fmt: skip
                 k_pages = next_k_pages
             v_pages = k_pages
@@ -234,9 +249,9 @@ def decode(
             if SHUFFLED and not FLAT:
                 next_v_pages = kv_load.page_ids(table, following + runs, following + runs < hi, BLOCK_SIZE)
             acc0, acc1, m, l = decode_tile(
-                q0, q1, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, loop_end, row_lo, row_hi, slope, query + diag, scale,
+                q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, loop_end, row_lo, row_hi, slope, query + diag, scale,
                 softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT,
-                SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, CLEAR, True,
+                SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, CLEAR, True, FP8_HALF,
             )  # fmt: skip
             k_pages = next_k_pages
             v_pages = next_v_pages
@@ -247,13 +262,15 @@ def decode(
                 rest_k_pages = kv_load.page_ids(table, few, few < hi, BLOCK_SIZE)
                 rest_v_pages = kv_load.page_ids(table, first, first < hi, BLOCK_SIZE)
                 acc0, acc1, m, l = decode_tile(
-                    q0, q1, acc0, acc1, m, l, k_base, v_base, rest_k_pages, rest_v_pages, loop_end, lo, hi, row_lo, row_hi, slope, query + diag,
+                    q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, rest_k_pages, rest_v_pages, loop_end, lo, hi, row_lo, row_hi, slope, query + diag,
                     scale, softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, 16,
-                    VEC, False, SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, True, True,
+                    VEC, False, SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, True, True, FP8_HALF,
                 )  # fmt: skip
 
     inverse, lse_row = softmax.finish(m, l)
     inverse = inverse * out_scale * descale(v_descale, kv_head, stride_v_descale)
+    if FP8_HALF:
+        inverse = inverse * (1.0 / P_SCALE)
     acc0 = acc0 * inverse[:, None]
     if V1 > 0:
         acc1 = acc1 * inverse[:, None]
@@ -319,8 +336,12 @@ def run_decode(
 def _static(row: Row, problem: AttnProblem) -> dict:
     d0, _, d1 = split_head_size(problem.head_size)
     v0, _, v1 = split_head_size(problem.v_head_size)
+    tile = dict(row.constexprs)
+    if row.config["form"] == "tile":
+        halves = (torch.bfloat16, torch.float16)  # float32 queries would lose digits
+        tile["FP8_HALF"] = tile.get("FP8_HALF", False) and problem.kv_dtype.itemsize == 1 and problem.dtype in halves
     return {
         "NUM_HEADS": problem.num_q_heads, "GROUP": problem.group, "SHUFFLED": problem.kv_layout == "preshuffled",
         "X": 16 // problem.kv_dtype.itemsize, "BLOCK_SIZE": problem.block_size, "D0": d0, "D1": d1, "D": problem.head_size,
-        "V0": v0, "V1": v1, "DV": problem.v_head_size, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)], **row.constexprs,
+        "V0": v0, "V1": v1, "DV": problem.v_head_size, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)], **tile,
     }  # fmt: skip

@@ -22,6 +22,22 @@ def upcast(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def widen(x, dtype: tl.constexpr, FP8_HALF: tl.constexpr):
+    """`upcast` for a decode tile; FP8_HALF: fp8 straight to float16, one instruction for two values on NVIDIA GPUs."""
+    if FP8_HALF:
+        return x.to(tl.float16)
+    else:
+        return upcast(x, dtype)
+
+
+@triton.jit
+def row_power(q):
+    """Per row of q [rows, columns]: the power of two that its largest magnitude starts with; 1 for a row of zeros."""
+    bits = tl.max(tl.abs(q.to(tl.float32)), 1).to(tl.uint32, bitcast=True) & 0x7F800000
+    return tl.where(bits == 0, 0x3F800000, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def descale(pointer, head, stride):
     """The descale of a KV head; stride 0 for one that all heads share, None for none."""
     if pointer is None:
