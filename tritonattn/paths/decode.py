@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from functools import lru_cache, partial
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
