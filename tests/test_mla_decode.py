@@ -186,14 +186,18 @@ def test_large_scores_stay_finite(device):
     mla_cases.decode(mla_cases.Batch([(1, 40)], magnitude=1e4), options={"softmax_scale": 1.0}).check(device, num_splits=4)
 
 
-@pytest.mark.parametrize("scores_once", [False, True])
-def test_both_ways_to_share_out_the_scores(device, scores_once):
+@pytest.mark.parametrize("switches", [{}, {"SCORES_ONCE": True}, {"TAIL_APART": True}, {"SCORES_ONCE": True, "TAIL_APART": True}], ids=str)
+def test_forms_of_the_kernel(device, switches):
     from tritonattn.tuning import arch, table
 
     base = arch.detect(device)
-    case = mla_cases.decode([(1, 70), (2, 9)], heads=16)
-    with arch.assume(table.pin(base, mla_decode={**mla_row(base).config, "SCORES_ONCE": scores_once})):
-        case.check(device, num_splits=2)
+    config = {"BLOCK_H": 16, "BLOCK_N": 16, "NUM_STAGES": 2, "num_warps": 4, "num_stages": 2, "form": "tile", "programs_per_cu": 1, **switches}
+    with arch.assume(table.pin(base, mla_decode=config)):
+        for block_size in (16, 24):
+            for causal in (True, False):
+                case = mla_cases.decode([(1, 70), (4, 9), (3, 40), (20, 33), (1, 16)], block_size=block_size, options={"causal": causal})
+                case.check(device, num_splits=1)
+                case.check(device, num_splits=3)
 
 
 @pytest.mark.gpu
@@ -210,10 +214,6 @@ def test_deepseek_sizes(device, heads, kv_dtype):
 
 
 # -- plan -----------------------------------------------------------------------------------------------------
-
-
-def mla_row(arch):
-    return decode_plan(arch, AttnProblem(16, 1, 80, 64, torch.float32, torch.float32, "latent", 16, True), 1, 1, 64).row
 
 
 def plan(arch, num_seqs, length, heads, max_seqlen_q=1):

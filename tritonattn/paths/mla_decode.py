@@ -40,14 +40,64 @@ def convert_once(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def weigh(q0, q1, qr, kv0, kv1, kr, keys, row_lo, row_hi, m, l, scale, rope_scale, L1: tl.constexpr):
-    """One tile of keys into the running maximum and sum, see `softmax.online_step`; the scales take products to log2 units."""
+def tile_pages(table, n, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block ids of the keys [n, n + BLOCK_N); a single one where a tile cannot straddle pages."""
+    if BLOCK_SIZE % BLOCK_N == 0:
+        return kv_load.page_ids(table, n, n < hi, BLOCK_SIZE)
+    else:
+        keys = n + tl.arange(0, BLOCK_N)
+        return kv_load.page_ids(table, keys, keys < hi, BLOCK_SIZE)
+
+
+@triton.jit
+def weigh(q0, q1, qr, kv0, kv1, kr, keys, row_lo, row_hi, m, l, scale, rope_scale, L1: tl.constexpr, MASKED: tl.constexpr):
+    """One tile of keys into the running maximum and sums, see `softmax.online_step`; the scales take products to log2 units."""
     s = tl.dot(q0, tl.trans(kv0), input_precision="ieee") * scale
     if L1 > 0:
         s += tl.dot(q1, tl.trans(kv1), input_precision="ieee") * scale
     s += tl.dot(qr, tl.trans(kr), input_precision="ieee") * rope_scale
-    s = tl.where(mask.tile_mask(keys[None, :], row_lo[:, None], row_hi[:, None], False), s, softmax.NEG_INF)
-    return softmax.online_step(s, m, l, 1.0, True)
+    if MASKED:
+        s = tl.where(mask.tile_mask(keys[None, :], row_lo[:, None], row_hi[:, None], False), s, softmax.NEG_INF)
+    return softmax.online_step(s, m, l, 1.0, MASKED)
+
+
+@triton.jit
+def mla_tile(
+    q0, q1, qr, acc0, acc1, m, l, kv_cache, pages, n, hi, row_lo, row_hi, scale, rope_scale, stride_kv_block, stride_kv_token,
+    BLOCK_SIZE: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr, LATENT: tl.constexpr, R: tl.constexpr, ROPE: tl.constexpr,
+    VEC: tl.constexpr, BLOCK_N: tl.constexpr, SCORES_ONCE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys [n, n + BLOCK_N) into the state of the rows. MASKED tiles read only keys below `hi` and apply the mask."""
+    COMPUTE: tl.constexpr = q0.dtype
+    keys = tl.arange(0, BLOCK_N)
+    ok = n + keys < hi
+    # Within one page the offsets in a tile are the same for all tiles.
+    if BLOCK_SIZE % BLOCK_N == 0:
+        base = kv_cache + plain_rows(pages, n, stride_kv_block, stride_kv_token, BLOCK_SIZE, VEC)
+        rows = keys * (stride_kv_token * VEC)
+    else:
+        base = kv_cache
+        rows = plain_rows(pages, n + keys, stride_kv_block, stride_kv_token, BLOCK_SIZE, VEC)
+    c0 = tl.arange(0, L0)
+    cr = tl.arange(0, R)
+    kv0 = convert_once(load_2d(base, rows, c0, ok, c0 < LATENT, MASKED, False), COMPUTE)
+    kv1 = kv0
+    if L1 > 0:
+        c1 = tl.arange(0, L1)
+        kv1 = convert_once(load_2d(base + L0, rows, c1, ok, c1 < LATENT - L0, MASKED, L0 + L1 > LATENT), COMPUTE)
+    kr = convert_once(load_2d(base + LATENT, rows, cr, ok, cr < ROPE, MASKED, R > ROPE), COMPUTE)
+    # Where a product flows into another, Triton gives all warps to the rows; if those are too few, warps repeat each other's scores.
+    # It does not look past control flow: within a branch that is always taken, the scores are shared out among all warps.
+    if not SCORES_ONCE or n >= 0:
+        p, alpha, m, l = weigh(q0, q1, qr, kv0, kv1, kr, n + keys, row_lo, row_hi, m, l, scale, rope_scale, L1, MASKED)
+        p = p.to(COMPUTE)
+    else:
+        alpha = m
+        p = tl.broadcast_to(m[:, None], [m.shape[0], BLOCK_N]).to(COMPUTE)
+    acc0 = tl.dot(p, kv0, acc0 * alpha[:, None], input_precision="ieee")
+    if L1 > 0:
+        acc1 = tl.dot(p, kv1, acc1 * alpha[:, None], input_precision="ieee")
+    return acc0, acc1, m, l
 
 
 @triton.jit(
@@ -74,6 +124,7 @@ def mla_decode(
     COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
     # tile
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, SCORES_ONCE: tl.constexpr,
+    TAIL_APART: tl.constexpr,
 ):  # fmt: skip
     row0 = tl.program_id(0) * ROWS
     seq, split, splits, place = seqlens.decode_item(work, num_splits)
@@ -130,39 +181,31 @@ def mla_decode(
         rope_scale *= scale * descale(rope_descale, 0, 0)
         scale *= kv_scale
         table = block_table + seq.to(tl.int64) * stride_table
-        keys = tl.arange(0, BLOCK_N)
+        parts = tl.zeros([ROWS, BLOCK_N], tl.float32)
 
-        # The ids of the next tile's pages are carried through the loop, see `decode`. A tile that cannot straddle pages has one id.
-        if BLOCK_SIZE % BLOCK_N == 0:
-            pages = kv_load.page_ids(table, begin, begin < hi, BLOCK_SIZE)
-        else:
-            pages = kv_load.page_ids(table, begin + keys, begin + keys < hi, BLOCK_SIZE)
-        for n in tl.range(begin, hi, BLOCK_N, num_stages=NUM_STAGES):
-            following = n + BLOCK_N
-            if BLOCK_SIZE % BLOCK_N == 0:
-                next_pages = kv_load.page_ids(table, following, following < hi, BLOCK_SIZE)
-            else:
-                next_pages = kv_load.page_ids(table, following + keys, following + keys < hi, BLOCK_SIZE)
-            at = n + keys
-            ok = at < hi
-            kv_rows = plain_rows(pages, at, stride_kv_block, stride_kv_token, BLOCK_SIZE, VEC)
-            kv0 = convert_once(load_2d(kv_cache, kv_rows, c0, ok, c0 < LATENT, True, False), COMPUTE)
-            kv1 = kv0
-            if L1 > 0:
-                kv1 = convert_once(load_2d(kv_cache + L0, kv_rows, c1, ok, c1 < LATENT - L0, True, L0 + L1 > LATENT), COMPUTE)
-            kr = convert_once(load_2d(kv_cache + LATENT, kv_rows, cr, ok, cr < ROPE, True, R > ROPE), COMPUTE)
-            # Where a product flows into another, Triton gives all warps to the rows; if those are too few, warps repeat each other's
-            # scores. It does not look past control flow: within a branch that is always taken, the scores are shared out among all warps.
-            if not SCORES_ONCE or n >= 0:
-                p, alpha, m, l = weigh(q0, q1, qr, kv0, kv1, kr, at, row_lo, row_hi, m, l, scale, rope_scale, L1)
-                p = p.to(COMPUTE)
-            else:
-                alpha = m
-                p = tl.broadcast_to(m[:, None], [ROWS, BLOCK_N]).to(COMPUTE)
-            acc0 = tl.dot(p, kv0, acc0 * alpha[:, None], input_precision="ieee")
-            if L1 > 0:
-                acc1 = tl.dot(p, kv1, acc1 * alpha[:, None], input_precision="ieee")
+        # Tiles that all rows see whole need no mask; with TAIL_APART they have a loop of their own. The ids of the next tile's pages are
+        # carried through the loops, see `decode`.
+        inner_end = begin
+        if TAIL_APART:
+            _, seen_by_all = mask.visible(row0 // NUM_HEADS, row0 // NUM_HEADS, diag, k_len, k_len, window_right)
+            inner_end += tl.maximum(tl.minimum(seen_by_all, hi) - begin, 0) // BLOCK_N * BLOCK_N
+        pages = tile_pages(table, begin, hi, BLOCK_SIZE, BLOCK_N)
+        if TAIL_APART:
+            for n in tl.range(begin, inner_end, BLOCK_N, num_stages=NUM_STAGES):
+                next_pages = tile_pages(table, n + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
+                acc0, acc1, m, parts = mla_tile(
+                    q0, q1, qr, acc0, acc1, m, parts, kv_cache, pages, n, hi, row_lo, row_hi, scale, rope_scale, stride_kv_block,
+                    stride_kv_token, BLOCK_SIZE, L0, L1, LATENT, R, ROPE, VEC, BLOCK_N, SCORES_ONCE, False,
+                )  # fmt: skip
+                pages = next_pages
+        for n in tl.range(inner_end, hi, BLOCK_N, num_stages=NUM_STAGES):
+            next_pages = tile_pages(table, n + BLOCK_N, hi, BLOCK_SIZE, BLOCK_N)
+            acc0, acc1, m, parts = mla_tile(
+                q0, q1, qr, acc0, acc1, m, parts, kv_cache, pages, n, hi, row_lo, row_hi, scale, rope_scale, stride_kv_block,
+                stride_kv_token, BLOCK_SIZE, L0, L1, LATENT, R, ROPE, VEC, BLOCK_N, SCORES_ONCE, True,
+            )  # fmt: skip
             pages = next_pages
+        l = tl.sum(parts, 1)
 
     inverse, lse_row = softmax.finish(m, l)
     inverse = inverse * kv_scale
@@ -224,7 +267,7 @@ def run_mla_decode(
 def _static(row: Row, problem: AttnProblem) -> dict:
     latent, rope = problem.v_head_size, problem.head_size - problem.v_head_size
     l0, _, l1 = split_head_size(latent)
-    tile = {name: value for name, value in {"SCORES_ONCE": False, **row.constexprs}.items() if name != "BLOCK_H"}
+    tile = {name: value for name, value in {"SCORES_ONCE": False, "TAIL_APART": False, **row.constexprs}.items() if name != "BLOCK_H"}
     return {
         "NUM_HEADS": problem.num_q_heads, "BLOCK_SIZE": problem.block_size, "L0": l0, "L1": l1, "LATENT": latent,
         "R": power_of_two(max(rope, 16)), "ROPE": rope, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)], **tile,

@@ -49,6 +49,7 @@ def online_step(s, m, l, factor, MASKED: tl.constexpr):
     """One tile of scores into the state: returns (p, alpha, m, l); the caller does `acc = acc * alpha + p @ v`.
 
     s       [..., rows, keys] scores, -inf where masked; factor > 0 takes them to log2 units.
+    l       [..., rows]; or as s, where the sum over the keys is left for the end and every tile is spared a reduction.
     MASKED  the tile may hold a row without any visible key; unmasked tiles spare the guard.
     """
     axis: tl.constexpr = len(s.shape) - 1
@@ -56,7 +57,11 @@ def online_step(s, m, l, factor, MASKED: tl.constexpr):
     shift = safe_max(m_new) if MASKED else m_new
     p = tl.math.exp2(s * factor - tl.expand_dims(shift, axis))
     alpha = tl.math.exp2(m - shift)
-    return p, alpha, m_new, l * alpha + tl.sum(p, axis)
+    if len(l.shape) == len(s.shape):
+        l = l * tl.expand_dims(alpha, axis) + p
+    else:
+        l = l * alpha + tl.sum(p, axis)
+    return p, alpha, m_new, l
 
 
 @triton.jit
