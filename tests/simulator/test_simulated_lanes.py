@@ -248,7 +248,6 @@ REFERENCE = {
     "v_mul_legacy_f32": lambda a, b: np.where((f(a) == 0) | (f(b) == 0), F(0), f(a) * f(b)),
     "v_fma_f32": lambda a, b, c: fma(f(a), f(b), f(c)),
     "v_fmac_f32": lambda a, b, d: fma(f(a), f(b), f(d)),
-    "v_mad_f32": lambda a, b, c: flush(flush(f(a)) * flush(f(b))) + flush(f(c)),
     "v_fmamk_f32": lambda a, b, c: fma(f(a), f(b), f(c)),
     "v_fmaak_f32": lambda a, b, c: fma(f(a), f(b), f(c)),
     "v_max_f32": lambda a, b: maximum(f(a), f(b)),

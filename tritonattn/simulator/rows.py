@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 import tritonattn
 from tritonattn import layouts, reference
+from tritonattn.tuning import cases
 from tritonattn.tuning.arch import Arch, assume
 from tritonattn.tuning.cases import Case
 from tritonattn.tuning.table import Row, pin
@@ -37,6 +38,16 @@ class Execution:
     allowed: float
     instructions: int
     reasons: list[str]
+
+
+def case_of(kernel: str, row: Row, arch: Arch) -> Case:
+    """A call that the row describes, with head sizes that exist; a cache that is not fp8 has the dtype of the queries."""
+    case = cases.meeting(next(cases.cases(kernel)), row.when, arch)
+    shape = case.shape
+    case = replace(case, shape=replace(shape, head_size=shape.head_size // 16 * 16, v_head_size=shape.v_head_size // 16 * 16))
+    if case.kv_dtype == "fp8":
+        return case
+    return replace(case, dtype=case.dtype if "dtype" in row.when else case.kv_dtype or case.dtype, kv_dtype="")
 
 
 def execute(case: Case, arch: Arch, row: Row) -> Execution:

@@ -112,7 +112,6 @@ static u32 class_of(f32 x) {      // v_cmp_class bits: sNaN qNaN -inf -norm -den
     _(v_mul_f32, v_ff, MIX, bits(a * b)) \
     _(v_mul_legacy_f32, v_ff, MIX, bits(a == 0 || b == 0 ? 0.0f : a * b)) \
     _(v_fma_f32, v_fff, MIX, bits(fmaf(a, b, c))) \
-    _(v_mad_f32, v_fff, MIX, bits(flush(flush(a) * flush(b)) + flush(c))) \
     _(v_fmac_f32, v_ffd, MIX, bits(fmaf(a, b, flt(d)))) \
     _(v_fmamk_f32, v_fff, MIX, bits(fmaf(a, b, c))) \
     _(v_fmaak_f32, v_fff, MIX, bits(fmaf(a, b, c))) \

@@ -1,0 +1,26 @@
+"""Every shipped row of the gfx942 and gfx950 tables, as machine code against float64: full and ragged tiles, poison where nothing may look."""
+
+import os
+
+import pytest
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs no machine code")
+
+ARCHES = [os.environ["TRITONATTN_SIM"]] if os.environ.get("TRITONATTN_SIM") else ["gfx942", "gfx950"]
+KERNELS = ["prefill", "decode", "mla_decode", "combine", "merge", "cache_write", "gather"]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", ARCHES)
+def test_every_row_is_right(name, kernel, record_property):
+    from tritonattn.simulator.rows import case_of, execute
+    from tritonattn.tuning import table
+    from tritonattn.tuning.arch import by_name
+
+    arch, wrong = by_name(name), []
+    for row in table.rows(kernel, arch):
+        case = case_of(kernel, row, arch)
+        done = execute(case, arch, row)
+        record_property(row.where, f"{done.instructions} instructions, error {done.error:.2g} of {done.allowed:.2g}")
+        wrong += [f"{row.where}, {case}: {reason}" for reason in done.reasons]
+    assert not wrong, "\n".join(wrong)
