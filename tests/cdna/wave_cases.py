@@ -9,6 +9,7 @@ import triton
 
 import tritonattn
 from tritonattn import layouts
+from tritonattn.tuning.arch import by_name
 from tritonattn.tuning.codegen import capture, judge, read
 
 CASES = {
@@ -30,16 +31,22 @@ CASES = {
     "preshuffled softcap, alibi": {"softcap": 30.0, "alibi_slopes": torch.zeros(64)},
     "nhd window, sinks": {"kv_layout": "nhd", "window_size": (1023, 0), "sinks": torch.zeros(64)},
     "preshuffled one split": {"num_splits": 1},
+    "preshuffled fp8": {"kv_dtype": "e4m3"},
+    "nhd fp8": {"kv_layout": "nhd", "kv_dtype": "e4m3"},
+    "preshuffled fp8 D64": {"kv_dtype": "e4m3", "head_size": 64},
+    "preshuffled e5m2": {"kv_dtype": "e5m2"},
 }
 
 
-def compile_case(arch, *, kv_layout="preshuffled", dtype=torch.bfloat16, heads=64, kv_heads=8, head_size=128, block_size=16,
+def compile_case(arch, *, kv_layout="preshuffled", dtype=torch.bfloat16, kv_dtype=None, heads=64, kv_heads=8, head_size=128, block_size=16,
                  max_seqlen_q=1, num_splits=8, **options):  # fmt: skip
     batch = 4
-    k, v = layouts.allocate(kv_layout, 8, block_size, kv_heads, head_size, dtype=dtype)
+    if kv_dtype:
+        kv_dtype = next(getattr(torch, name) for name in by_name(arch).fp8_types if kv_dtype in name)
+    k, v = layouts.allocate(kv_layout, 8, block_size, kv_heads, head_size, dtype=kv_dtype or dtype)
     with capture(arch) as launches:
         tritonattn.decode_attention(
-            torch.zeros(batch * max_seqlen_q, heads, head_size, dtype=dtype), k, v, seqused_k=torch.zeros(batch, dtype=torch.int32),
+            torch.zeros(batch * max_seqlen_q, heads, head_size, dtype=kv_dtype or dtype), k, v, seqused_k=torch.zeros(batch, dtype=torch.int32),
             block_table=torch.zeros(batch, 8192 // block_size, dtype=torch.int32), max_seqlen_k=8192, max_seqlen_q=max_seqlen_q,
             kv_layout=kv_layout, num_splits=num_splits, **options,
         )  # fmt: skip

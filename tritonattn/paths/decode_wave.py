@@ -5,15 +5,18 @@ dimension is the wave: each wave keeps a softmax state of its own over its own t
 the loop. K and V come from memory in operand order (`tile.wave_load`).
 """
 
+import torch
 import triton
 import triton.language as tl
 
 from tritonattn.paths import launch
 from tritonattn.tile import mask, seqlens, softmax, store
+from tritonattn.tile.fp8 import fp8_range, split_fp8
 from tritonattn.tile.kv_load import descale, upcast
 from tritonattn.tile.wave_load import column_of, load_k_plain, load_k_preshuffled, load_v_plain, load_v_preshuffled, wave_tokens
 from tritonattn.tuning.codegen import hot_loops
 
+P_LOG2 = tl.constexpr(7)  # with an fp8 cache, exp2 of this is the largest P: a good half of the largest e4m3 of either kind
 MERGE_BYTES = tl.constexpr(16384)  # LDS that the final merge may take, so that registers alone set the occupancy
 
 
@@ -21,54 +24,72 @@ MERGE_BYTES = tl.constexpr(16384)  # LDS that the final merge may take, so that 
 def load_k(
     k, table, n0, lo, hi, stride_block, stride_token,
     D_START: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, SHUFFLED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     if SHUFFLED:
-        return load_k_preshuffled(k, table, n0, lo, hi, stride_block, D_START, D, WIDTH, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+        return load_k_preshuffled(k, table, n0, lo, hi, stride_block, D_START, D, WIDTH, BLOCK_SIZE, VEC, X, WAVES, TOKENS, ORD, MASKED)
     else:
-        return load_k_plain(k, table, n0, lo, hi, stride_block, stride_token, D_START, D, WIDTH, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+        return load_k_plain(k, table, n0, lo, hi, stride_block, stride_token, D_START, D, WIDTH, BLOCK_SIZE, VEC, X, WAVES, TOKENS, ORD, MASKED)
 
 
 @triton.jit
 def load_v(
     v, table, n0, lo, hi, stride_block, stride_token,
     D_START: tl.constexpr, DV: tl.constexpr, WIDTH: tl.constexpr, SHUFFLED: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr, MASKED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
+    RUN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     if SHUFFLED:
-        return load_v_preshuffled(v, table, n0, lo, hi, stride_block, DV, D_START, WIDTH, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+        return load_v_preshuffled(v, table, n0, lo, hi, stride_block, DV, D_START, WIDTH, BLOCK_SIZE, VEC, X, WAVES, TOKENS, ORD, RUN, MASKED)
     else:
-        return load_v_plain(v, table, n0, lo, hi, stride_block, stride_token, DV, D_START, WIDTH, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+        return load_v_plain(v, table, n0, lo, hi, stride_block, stride_token, DV, D_START, WIDTH, BLOCK_SIZE, VEC, X, WAVES, TOKENS, ORD, RUN, MASKED)
+
+
+@triton.jit
+def dot_split(a, rest, b, acc, FP8: tl.constexpr):
+    """acc + a @ b, or with FP8 acc + (a + rest) @ b."""
+    acc = tl.dot(a, b, acc, input_precision="ieee")
+    if FP8:
+        acc = tl.dot(rest, b, acc)
+    return acc
 
 
 @triton.jit
 def attend_tile(
-    q0, q1, acc0, acc1, m, l, k, v, table, n0, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap,
+    q0, q1, rest0, rest1, acc0, acc1, m, l, k, v, table, n0, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap,
     stride_k_block, stride_k_token, stride_v_block, stride_v_token,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr, SHUFFLED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    X: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
-    CHEAP_P: tl.constexpr, COMPUTE: tl.constexpr,
+    VEC: tl.constexpr, X: tl.constexpr, MASKED: tl.constexpr, ROWS: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
+    CHEAP_P: tl.constexpr, COMPUTE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Keys [n0, n0 + WAVES * TOKENS) into the state, TOKENS to each wave."""
-    k0 = load_k(k, table, n0, lo, hi, stride_k_block, stride_k_token, 0, D, D0, SHUFFLED, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
-    s = tl.dot(q0, tl.permute(upcast(k0, COMPUTE), (0, 2, 1)), input_precision="ieee")
+    RUN: tl.constexpr = 8 if FP8 else 4  # tokens that a lane holds in a row, in the second product
+    k0 = load_k(k, table, n0, lo, hi, stride_k_block, stride_k_token, 0, D, D0, SHUFFLED, BLOCK_SIZE, VEC, X, WAVES, TOKENS, ORD, MASKED)
+    s = tl.zeros([WAVES, ROWS, TOKENS], tl.float32)
+    s = dot_split(q0, rest0, tl.permute(k0 if FP8 else upcast(k0, COMPUTE), (0, 2, 1)), s, FP8)
     if D1 > 0:
-        k1 = load_k(k, table, n0, lo, hi, stride_k_block, stride_k_token, D0, D, D1, SHUFFLED, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
-        s = tl.dot(q1, tl.permute(upcast(k1, COMPUTE), (0, 2, 1)), s, input_precision="ieee")
-    v0 = load_v(v, table, n0, lo, hi, stride_v_block, stride_v_token, 0, DV, V0, SHUFFLED, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
+        k1 = load_k(k, table, n0, lo, hi, stride_k_block, stride_k_token, D0, D, D1, SHUFFLED, BLOCK_SIZE, VEC, X, WAVES, TOKENS, ORD, MASKED)
+        s = dot_split(q1, rest1, tl.permute(k1 if FP8 else upcast(k1, COMPUTE), (0, 2, 1)), s, FP8)
+    v0 = load_v(v, table, n0, lo, hi, stride_v_block, stride_v_token, 0, DV, V0, SHUFFLED, BLOCK_SIZE, VEC, X, WAVES, TOKENS, ORD, RUN, MASKED)
 
     keys = n0 + (tl.arange(0, WAVES) * TOKENS)[:, None, None] + wave_tokens(TOKENS, X, SHUFFLED)[None, None, :]
     s, factor = softmax.modify_scores(s, factor, softcap, slope[None, :, None], keys - row_position[None, :, None], SOFTCAP, ALIBI)
     if MASKED:
         seen = mask.tile_mask(keys, row_lo[None, :, None], row_hi[None, :, None], WINDOW_LEFT)
         s = tl.where(seen, s, softmax.NEG_INF)
-    p, alpha, m, l = softmax.online_step_wide(s, m, l, factor, MASKED)
-    p = softmax.round_p(p, COMPUTE, CHEAP_P)
-    acc0 = tl.dot(p, upcast(v0, COMPUTE), acc0 * alpha[:, :, None], input_precision="ieee")
+    p, alpha, m, l = softmax.online_step_wide(s, m, l, factor, P_LOG2 if FP8 else 0, MASKED)
+    rest = p
+    if FP8:
+        p = p.reshape(WAVES, ROWS, TOKENS // 32, 2, 4, 4).permute(0, 1, 2, 4, 3, 5).reshape(WAVES, ROWS, TOKENS)
+        p, rest = split_fp8(p, COMPUTE)
+    else:
+        p = softmax.round_p(p, COMPUTE, CHEAP_P)
+    acc0 = dot_split(p, rest, v0 if FP8 else upcast(v0, COMPUTE), acc0 * alpha[:, :, None], FP8)
     if V1 > 0:
-        v1 = load_v(v, table, n0, lo, hi, stride_v_block, stride_v_token, V0, DV, V1, SHUFFLED, BLOCK_SIZE, X, WAVES, TOKENS, ORD, MASKED)
-        acc1 = tl.dot(p, upcast(v1, COMPUTE), acc1 * alpha[:, :, None], input_precision="ieee")
+        v1 = load_v(v, table, n0, lo, hi, stride_v_block, stride_v_token, V0, DV, V1, SHUFFLED, BLOCK_SIZE, VEC, X, WAVES, TOKENS, ORD, RUN, MASKED)
+        acc1 = dot_split(p, rest, v1 if FP8 else upcast(v1, COMPUTE), acc1 * alpha[:, :, None], FP8)
     return acc0, acc1, m, l
 
 
@@ -128,7 +149,7 @@ def decode_wave(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
     VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
+    COMPUTE: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr,
     # tile
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, WAVES: tl.constexpr, ORD: tl.constexpr, CHEAP_P: tl.constexpr,
 ):  # fmt: skip
@@ -175,13 +196,28 @@ def decode_wave(
     q_rows = (tokens * stride_q_token + head * stride_q_head) * VEC_Q
     q_wave = q_rows[None, :, None] + (waves * 0)[:, None, None]
     d0 = tl.arange(0, D0)
-    q0 = upcast(tl.load(q + q_wave + d0[None, None, :], mask=row_ok[None, :, None], other=0.0), COMPUTE)
+    q0 = tl.load(q + q_wave + d0[None, None, :], mask=row_ok[None, :, None], other=0.0)
     q1 = q0
     acc0 = tl.zeros([WAVES, ROWS, V0], tl.float32)
     acc1 = acc0
     if D1 > 0:
         d1 = D0 + tl.arange(0, D1)
-        q1 = upcast(tl.load(q + q_wave + d1[None, None, :], mask=row_ok[None, :, None] & (d1 < D)[None, None, :], other=0.0), COMPUTE)
+        q1 = tl.load(q + q_wave + d1[None, None, :], mask=row_ok[None, :, None] & (d1 < D)[None, None, :], other=0.0)
+    scale = qk_scale * descale(q_descale, kv_head, stride_q_descale) * descale(k_descale, kv_head, stride_k_descale)
+    rest0 = q0
+    rest1 = q1
+    if FP8:
+        largest = tl.max(tl.abs(q0.to(tl.float32)))
+        if D1 > 0:
+            largest = tl.maximum(largest, tl.max(tl.abs(q1.to(tl.float32))))
+        up, down = fp8_range(largest)
+        scale = scale * down
+        q0, rest0 = split_fp8(q0.to(tl.float32) * up, COMPUTE)
+        if D1 > 0:
+            q1, rest1 = split_fp8(q1.to(tl.float32) * up, COMPUTE)
+    else:
+        q0 = upcast(q0, COMPUTE)
+        q1 = upcast(q1, COMPUTE)
     if V1 > 0:
         acc1 = tl.zeros([WAVES, ROWS, V1], tl.float32)
     m = tl.full([WAVES, ROWS], softmax.NEG_INF, tl.float32)
@@ -194,28 +230,25 @@ def decode_wave(
     slope = tl.zeros([ROWS], tl.float32)
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + head, mask=row_ok, other=0.0).to(tl.float32)
-    scale = qk_scale * descale(q_descale, kv_head, stride_q_descale) * descale(k_descale, kv_head, stride_k_descale)
 
     ALIGN: tl.constexpr = VEC * k_cache.dtype.element_ty.primitive_bitwidth // 8
     table = block_table + seq.to(tl.int64) * stride_table
     k = tl.multiple_of(k_cache + kv_head.to(tl.int64) * stride_k_head * VEC, ALIGN)
     v = tl.multiple_of(v_cache + kv_head.to(tl.int64) * stride_v_head * VEC, ALIGN)
-    k_block = stride_k_block.to(tl.int64) * VEC
-    v_block = stride_v_block.to(tl.int64) * VEC
     left = (inner_begin - begin) // BLOCK_N
     edges = left + tl.cdiv(tl.maximum(hi - inner_end, 0), BLOCK_N)
     for i in tl.range(0, edges, num_stages=NUM_STAGES):
         n = tl.where(i < left, begin + i * BLOCK_N, inner_end + (i - left) * BLOCK_N)
         acc0, acc1, m, l = attend_tile(
-            q0, q1, acc0, acc1, m, l, k, v, table, n, lo, hi, row_lo, row_hi, slope, query + diag, scale, softcap,
-            k_block, stride_k_token * VEC, v_block, stride_v_token * VEC, D0, D1, D, V0, V1, DV, SOFTCAP, alibi_slopes is not None,
-            WINDOW_LEFT, SHUFFLED, BLOCK_SIZE, X, True, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE,
+            q0, q1, rest0, rest1, acc0, acc1, m, l, k, v, table, n, lo, hi, row_lo, row_hi, slope, query + diag, scale, softcap,
+            stride_k_block, stride_k_token, stride_v_block, stride_v_token, D0, D1, D, V0, V1, DV, SOFTCAP, alibi_slopes is not None,
+            WINDOW_LEFT, SHUFFLED, BLOCK_SIZE, VEC, X, True, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE, FP8,
         )  # fmt: skip
     for n in tl.range(inner_begin, inner_end, BLOCK_N, num_stages=NUM_STAGES):
         acc0, acc1, m, l = attend_tile(
-            q0, q1, acc0, acc1, m, l, k, v, table, n, lo, hi, row_lo, row_hi, slope, query + diag, scale, softcap,
-            k_block, stride_k_token * VEC, v_block, stride_v_token * VEC, D0, D1, D, V0, V1, DV, SOFTCAP, alibi_slopes is not None,
-            WINDOW_LEFT, SHUFFLED, BLOCK_SIZE, X, False, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE,
+            q0, q1, rest0, rest1, acc0, acc1, m, l, k, v, table, n, lo, hi, row_lo, row_hi, slope, query + diag, scale, softcap,
+            stride_k_block, stride_k_token, stride_v_block, stride_v_token, D0, D1, D, V0, V1, DV, SOFTCAP, alibi_slopes is not None,
+            WINDOW_LEFT, SHUFFLED, BLOCK_SIZE, VEC, X, False, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE, FP8,
         )  # fmt: skip
 
     weight, m, l = softmax.rejoin(m, tl.sum(l, 2))
@@ -244,6 +277,10 @@ def lds_traffic(assembly):
 
 
 _order = {}
+FP8_DTYPES = {
+    torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e4m3fnuz: tl.float8e4b8, torch.float8_e5m2: tl.float8e5,
+    torch.float8_e5m2fnuz: tl.float8e5b16,
+}  # fmt: skip
 
 
 def pick_order(kernel, grid, args, meta):
@@ -268,7 +305,8 @@ def launch_wave(grid, args, flags, static, options):
     flags = {name: value for name, value in flags.items() if name != "SAME_STRIDES"}  # K and V addresses are apart here anyway
     key = id(static), id(options)
     if key not in _static_of_wave:
-        _static_of_wave[key] = _wave_static(static, options), static, options  # those two stay alive, so their ids stay theirs
+        kv_dtype = args[decode_wave.arg_names.index("k_cache")].dtype
+        _static_of_wave[key] = _wave_static(static, options, kv_dtype), static, options  # those two stay alive, so their ids stay theirs
     static = _static_of_wave[key][0]
     order = pick_order(decode_wave, grid, args, {**flags, **static, **options})
     launch.run(decode_wave, grid, args, {**flags, "ORD": order}, static, options)
@@ -277,14 +315,17 @@ def launch_wave(grid, args, flags, static, options):
 _static_of_wave: dict = {}
 
 
-def _wave_static(static, options) -> dict:
-    meta = {"CHEAP_P": False, **static, "WAVES": options["num_warps"]}
+def _wave_static(static, options, kv_dtype) -> dict:
+    fp8 = kv_dtype.itemsize == 1
+    meta = {"CHEAP_P": False, **static, "WAVES": options["num_warps"], "FP8": fp8}
     x = meta["X"]
+    if fp8:
+        meta["COMPUTE"] = FP8_DTYPES[kv_dtype]
     if meta["D1"]:  # a lane group takes 16 bytes of a row, and there are four of them
         meta["D1"] = max(meta["D1"], 4 * x)
-    if not meta["SHUFFLED"]:
-        if meta["V1"]:  # 16 lanes share a row, with no less than four bytes each
+    if meta["V1"]:
+        if not meta["SHUFFLED"]:  # 16 lanes share a row, with no less than four bytes each
             meta["V1"] = max(meta["V1"], 4 * x)
-        elif meta["V0"] > 16 * x:  # wider than their 16 bytes each: two parts, which spares registers
-            meta["V0"] = meta["V1"] = meta["V0"] // 2
+    elif meta["V0"] > (128 if not meta["SHUFFLED"] else 64 if fp8 else 256):  # in two parts, which spares registers
+        meta["V0"] = meta["V1"] = meta["V0"] // 2
     return meta

@@ -23,3 +23,21 @@ def to_fp8_bits(x, LIMIT: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constex
     if not SIGNED_ZERO:
         sign = tl.where(code == 0, 0, sign)
     return tl.where(x == x, code | sign, NAN).to(tl.uint8)
+
+
+@triton.jit
+def fp8_range(largest):
+    """(up, down): powers of two; |x| <= largest times `up` is below 128, `down` undoes it."""
+    exponent = tl.maximum(largest, 2.0**-100).to(tl.int32, bitcast=True) & 0x7F800000
+    up = (133 << 23) - (exponent - (127 << 23))
+    return up.to(tl.float32, bitcast=True), (exponent - (6 << 23)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_fp8(x, dtype: tl.constexpr):
+    """(high, rest) of an 8-bit float type whose sum is x: to 8 bits in e4m3, to 6 in e5m2. Two fp8 products then stand for one in bfloat16.
+
+    Both parts have the type of the other operand: a product of e5m2 with e4m3 is compiled by Triton 3.6 with the two types exchanged.
+    """
+    high = x.to(dtype)
+    return high, (x - high.to(tl.float32)).to(dtype)

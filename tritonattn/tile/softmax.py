@@ -118,10 +118,13 @@ def rejoin(m, l):
 
 
 @triton.jit
-def online_step_wide(s, m, l, factor, MASKED: tl.constexpr):
-    """`online_step` whose sum stays apart: l has the shape of s, and is added up over the keys after the loop, once."""
+def online_step_wide(s, m, l, factor, P_LOG2: tl.constexpr, MASKED: tl.constexpr):
+    """`online_step` whose sum stays apart: l has the shape of s, and is added up over the keys after the loop, once.
+
+    m is the maximum less P_LOG2, so that the largest p is 2^P_LOG2: l and acc grow alike.
+    """
     axis: tl.constexpr = len(s.shape) - 1
-    m_new = tl.maximum(m, tl.max(s, axis) * factor)
+    m_new = tl.maximum(m, tl.max(s, axis) * factor - P_LOG2)
     shift = safe_max(m_new) if MASKED else m_new
     p = tl.math.exp2(s * factor - tl.expand_dims(shift, axis))
     alpha = tl.math.exp2(m - shift)
