@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import cases, mla_cases
-from tritonattn import mla_cache_write, mla_gather_cache, reference
+from tritonattn import mla_cache_write, mla_decode, mla_gather_cache, reference
 
 SCALES = [{}, {"kv_descale": 0.5}, {"kv_descale": torch.tensor([0.25]), "rope_descale": torch.tensor([2.0])}, {"rope_descale": 3.0}]
 
@@ -106,3 +106,32 @@ def test_bad_input_is_named(call, words):
         call(torch.zeros(2, 16, 80), torch.zeros(3, dtype=torch.int32))
     for word in words:
         error.match(word)
+
+
+@pytest.mark.parametrize("path", ["decode", "gather", "write"])
+def test_blocks_beyond_two_to_the_31_elements(device, path):
+    """A page of 480 x 576: block 7767 straddles element 2^31 of the cache. The same data in blocks 0 to 3 has the same bits."""
+    kv_dtype, size, edge = cases.fp8_dtypes(device)[0], 480, 7767
+    high = torch.tensor([edge - 1, edge, edge + 1, edge + 2], dtype=torch.int32)
+    gen = torch.Generator().manual_seed(0)
+    pages = torch.randn(4, size, 576, generator=gen).to(kv_dtype)
+    far = torch.empty(edge + 3, size, 576, dtype=kv_dtype, device=device)  # on a CPU, only the pages that are touched become real
+    near = torch.empty(4, size, 576, dtype=kv_dtype, device=device)
+    for at, block in enumerate(high.tolist()):
+        near[at], far[block] = pages[at].to(device), pages[at].to(device)
+    results = []
+    for cache, blocks in ((near, torch.arange(4, dtype=torch.int32)), (far, high)):
+        table = blocks[None].to(device)
+        if path == "decode":
+            q = torch.randn(1, 2, 576, generator=torch.Generator().manual_seed(1)).bfloat16().to(device)
+            length = torch.tensor([4 * size], dtype=torch.int32, device=device)
+            results.append(mla_decode(q, cache, seqused_k=length, block_table=table, max_seqlen_k=4 * size, softmax_scale=0.05))
+        elif path == "gather":
+            start, length = (torch.tensor([n], dtype=torch.int32, device=device) for n in (size - 8, 2 * size + 16))
+            results.append(torch.cat(mla_gather_cache(cache, table, start, length), dim=1))
+        else:
+            slots = (blocks[:, None].long() * size + torch.tensor([0, 7, size - 1])).flatten().to(device)
+            new = torch.randn(12, 576, generator=torch.Generator().manual_seed(2)).bfloat16().to(device)
+            mla_cache_write(new[:, :512], new[:, 512:], cache, slots)
+            results.append(bits(torch.stack([cache[block] for block in blocks.tolist()])))
+    assert torch.equal(*results)

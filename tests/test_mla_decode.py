@@ -254,3 +254,21 @@ def test_bad_input_is_named(changes, words):
         mla.mla_decode(**args)
     for word in words:
         error.match(word)
+
+
+@pytest.mark.gpu
+def test_capture_and_replay(device):
+    """Captured once for the longest sequence; lengths and descale change between replays."""
+    case = mla_cases.decode([(1, 500), (1, 33)], heads=16, latent=512, rope=64, block_size=64, dtype=torch.bfloat16)
+    args = {name: cases.to(value, device) for name, value in case.args.items()}
+    args |= {"kv_cache": case.cache.clean.to(device), "block_table": case.cache.table.to(device), "kv_descale": torch.ones(1, device=device)}
+    out = torch.zeros(*args["q"].shape[:2], 512, dtype=torch.bfloat16, device=device)
+    tritonattn.mla_decode(**args, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tritonattn.mla_decode(**args, out=out)
+    for lengths, scale in (([500, 33], 1.0), ([100, 1], 0.5), ([0, 20], 2.0)):
+        args["seqused_k"].copy_(torch.tensor(lengths))
+        args["kv_descale"].fill_(scale)
+        graph.replay()
+        assert torch.equal(out[:2], tritonattn.mla_decode(**args)[:2])
