@@ -14,6 +14,7 @@ COMMANDS = {
     "demo": ("tritonattn.demo", "serve a real model through prefill, extend and decode, and check every token"),
     "check": ("tritonattn.tuning.check", "compile every table row without a GPU and judge the code"),
     "warmup": ("tritonattn.warmup", "compile ahead for a model, so that serving never does"),
+    "tune": ("tritonattn.tuning.search", "sweep configurations for a model or shape and write tables"),
     "bench": ("tritonattn.bench", "time the kernels side by side with others, each with its error"),
 }
 
