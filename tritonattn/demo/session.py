@@ -27,6 +27,8 @@ def arrival(index: int) -> int:
 
 class Session:
     def __init__(self, path: Path | None, device: str, dtype: str, tie: float):
+        if device == "cpu":
+            torch.set_num_threads(1)  # a few dozen rows a step gain nothing from more, and lose much where cores are shared
         gguf = Gguf(path or default_path())
         self.chat = gguf.chat()
         self.model = Llama(gguf.config, gguf.weights(getattr(torch, dtype), torch.device(device)))
