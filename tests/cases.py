@@ -116,9 +116,10 @@ class Oracle:
     def check(self, out: Tensor, lse: Tensor | None, rows: slice = slice(None)) -> None:
         """Twice the error of PyTorch, and the rounding of the result itself; where no key is seen, 0 and -inf exactly.
 
-        Triton's interpreter truncates to bfloat16, which doubles the errors once more.
+        Triton's interpreter truncates to bfloat16, which doubles the errors once more. In float32 PyTorch's error is that of one
+        order of summation, which its number of threads decides: three times.
         """
-        times = 4 if knobs.runtime.interpret and self.dtype is torch.bfloat16 else 2
+        times = 4 if knobs.runtime.interpret and self.dtype is torch.bfloat16 else 3 if self.dtype is torch.float32 else 2
         exact, exact_lse = self.out[rows], self.lse[:, rows]
         out = out[rows].double().cpu()
         assert out.isfinite().all(), "the result has NaN or infinities"
