@@ -36,7 +36,7 @@ def convert_once(x, dtype: tl.constexpr):
     if x.dtype == dtype:
         return x
     else:
-        return tl.sum(tl.expand_dims(upcast(x, dtype), 2), 2)
+        return tl.sum(tl.reshape(upcast(x, dtype), (x.shape[0], x.shape[1], 1)), 2)
 
 
 @triton.jit
