@@ -102,11 +102,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", default="gfx942,gfx950", help="comma-separated arches or SKUs (default: %(default)s)")
     parser.add_argument("--kernel", default=",".join(kernels), help="comma-separated kernels (default: all)")
     parser.add_argument("--execute", action="store_true", help="also run each row's machine code in the simulator and compare with float64")
+    parser.add_argument("--peers", metavar="DIR", help="instead: compare with other libraries' kernels in this folder (a package vllm)")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     arches = [by_name(name.strip()) for name in args.arch.split(",")]
+    if args.peers:
+        return _peers(args.peers, arches, args.json)
     known = schema.tables()["properties"]["kernel"]["enum"]
     kernels = [name.strip() for name in args.kernel.split(",")]
     unknown = [name for name in kernels if name not in known]
@@ -124,6 +127,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(results)
     return int(any(verdict.reasons for found in results.values() for verdict in found))
+
+
+def _peers(folder: str, arches: list[Arch], as_json: bool) -> int:
+    from .peer_code import compare, show
+
+    found = {arch.sku: list(compare(folder, arch)) for arch in arches}
+    if as_json:
+        print(json.dumps({"triton": _triton_version(), "results": {sku: [vars(c) for c in rows] for sku, rows in found.items()}}))
+    else:
+        show(found)
+    return 0
 
 
 def _execute(verdict: Verdict, arch: Arch) -> str:

@@ -1,0 +1,89 @@
+"""`tritonattn check`: rows by their own words, verdicts, and what it says about them."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tritonattn.tuning import arch, cases, check, schema, table
+from tritonattn.tuning.models import MODELS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_check(*arguments, **env):
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, **env}
+    return subprocess.run([sys.executable, "-m", "tritonattn", "check", *arguments], env=env, capture_output=True, text=True)
+
+
+def test_verdicts_as_json():
+    done = run_check("--arch", "gfx942,MI355X", "--kernel", "merge,combine", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["results"]
+    assert set(found) == {"MI300X", "MI355X"}
+    for verdicts in found.values():
+        assert {verdict["kernel"] for verdict in verdicts} == {"merge", "combine"}
+        assert all(verdict["reasons"] == [] and verdict["spills"] == 0 and verdict["occupancy"] >= 1 for verdict in verdicts)
+
+
+def test_a_bad_row_is_refused_with_its_reason(tmp_path):
+    row = {"BLOCK_M": 128, "BLOCK_N": 128, "NUM_STAGES": 1, "num_warps": 4, "num_stages": 1, "waves_per_eu": 2, "matrix_instr_nonkdim": 16}
+    content = {"schema": 1, "arch": "gfx942", "kernel": "prefill",
+               "rows": [{"when": {}, "config": row, "provenance": {"kind": "default", "note": "spills"}}]}  # fmt: skip
+    (tmp_path / "gfx942").mkdir()
+    (tmp_path / "gfx942" / "prefill.json").write_text(json.dumps(content))
+    code = (
+        "from tritonattn.tuning import arch, cases, check; from tritonattn.tuning.models import MODELS;"
+        "case = cases.Case('prefill', MODELS['llama-3-8b'], query_len=256, kv_len=256);"
+        "(verdict,) = check.judge_case(arch.by_name('gfx942'), case); print(verdict.row, verdict.reasons)"
+    )
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, "TRITONATTN_TABLES": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert "gfx942/prefill.json row 0" in done.stdout and "registers spilled" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("arguments, reason", [(("--kernel", "attention"), "--kernel must be among"), (("--arch", "gfx"), "arch must be a name")])
+def test_bad_arguments_are_named(arguments, reason):
+    done = run_check(*arguments)
+    assert done.returncode == 2 and reason in done.stderr
+
+
+def test_interpreter_is_named():
+    done = run_check("--kernel", "merge", TRITON_INTERPRET="1")
+    assert done.returncode != 0 and "TRITON_INTERPRET=1 replaces the compiler" in done.stderr
+
+
+@pytest.mark.parametrize("kernel", schema.tables()["properties"]["kernel"]["enum"])
+def test_every_kernel_has_cases_that_say_what_they_are(kernel):
+    made = list(cases.cases(kernel))
+    assert made and len(set(made)) == len(made) and len({str(case) for case in made}) == len(made)
+    assert all(case.kernel == kernel for case in made)
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("kernel", ["prefill", "decode", "mla_decode"])
+def test_cases_are_made_to_meet_a_row(name, kernel):
+    facts = arch.by_name(name)
+    first = next(iter(cases.cases(kernel)))
+    for row in table.rows(kernel, facts):
+        case = cases.meeting(first, row.when, facts)
+        when = row.when
+        if isinstance(when.get("dtype"), str):
+            assert case.dtype == when["dtype"]
+        if isinstance(when.get("head_size"), dict):
+            assert when["head_size"].get("min", 0) <= case.shape.head_size <= when["head_size"].get("max", 1 << 20)
+
+
+def test_layout_names_of_a_case():
+    assert str(cases.Case("decode", MODELS["gpt-oss-120b"], layout="hnd", kv_dtype="fp8", local=True)) == (
+        "64/8x64, bf16, cache fp8, hnd 16, batch 4, 1 on 4096, window, sinks"
+    )
+
+
+def test_widths_read_as_counts_of_bytes():
+    assert check._widths({16: 8, 4: 2}) == "8x16 2x4" and check._widths({}) == "0"
