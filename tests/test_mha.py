@@ -37,7 +37,7 @@ def test_extend_features(device, options):
     cases.extend(EXTEND, layout="hnd", options=options).check(device)
 
 
-@pytest.mark.parametrize("options", FEATURES.values(), ids=FEATURES)
+@pytest.mark.parametrize("options", [FEATURES[name] for name in ("plain", "full", "window", "everything")], ids=["plain", "full", "window", "everything"])
 def test_extend_of_cached_tokens_features(device, options):
     cases.extend(EXTEND[:3], layout="preshuffled", shared=True, options=options).check(device, chunk_tokens=32)
 
@@ -86,12 +86,12 @@ def test_value_heads_of_another_size(device, head_size, v_head_size):
     shape = {"head_size": head_size, "v_head_size": v_head_size}
     cases.prefill(PREFILL[1:4], options={"causal": True}, **shape).check(device)
     cases.extend(EXTEND[:2], layout="preshuffled", **shape).check(device)
-    for layout in layouts.PAGED_LAYOUTS:
+    for layout in ("nhd", "preshuffled"):
         cases.decode(DECODE[:2], layout=layout, **shape).check(device, num_splits=2)
 
 
 @pytest.mark.parametrize("layout", layouts.PAGED_LAYOUTS)
-@pytest.mark.parametrize("block_size", [48, 80, 144])
+@pytest.mark.parametrize("block_size", [48, 144])
 def test_block_sizes_that_are_no_power_of_two(device, layout, block_size):
     cases.decode([(1, 200), (2, 47), (1, 161)], layout=layout, block_size=block_size).check(device, num_splits=2)
     cases.extend([(3, 200), (2, 50)], layout=layout, block_size=block_size).check(device, chunk_tokens=64)
