@@ -486,7 +486,7 @@ def check_mla_decode(
     name = "q[0]" if pair else "q"
     reasons = Reasons("mla_decode", q)
     reasons.rows(name, q, 3, FLOATS_AND_FP8)
-    if pair:
+    if q_rope is not None:
         reasons.rows("q[1]", q_rope, 3, (q.dtype,) if isinstance(q, Tensor) else FLOATS_AND_FP8)
     reasons.options(causal, (-1, -1), 0.0, None)
     reasons.number("softmax_scale", softmax_scale, positive=True)
@@ -503,7 +503,7 @@ def check_mla_decode(
     tokens, heads, _ = q.shape
     width, batch = kv_cache.shape[2], len(seqused_k)
     _latent(reasons, kv_lora_rank, width)
-    if pair:
+    if q_rope is not None:
         reasons.shape("q[0]", q, (-1, -1, kv_lora_rank))
         reasons.shape("q[1]", q_rope, (tokens, heads, width - kv_lora_rank))
     else:

@@ -62,7 +62,7 @@ def flash_attn_varlen_func(
         problem, params, q, k, v, out, lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, num_seqs=len(cu_seqlens_q) - 1,
         max_seqlen_q=max_seqlen_q,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return (out, lse) if lse is not None else out
 
 
 def extend_attention(
@@ -104,7 +104,7 @@ def extend_attention(
         row=context_row(context_lens, cached_lens, left), row_length=num_seqs * -(-longest // ALIGN) * ALIGN, num_seqs=num_seqs,
         max_seqlen_q=max_seqlen_q, chunk_tokens=chunk_tokens, scratch=Fresh(q.device),
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return (out, lse) if lse is not None else out
 
 
 def decode_attention(
@@ -141,7 +141,7 @@ def decode_attention(
         num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
         plan=decode_plan(detect(q.device), problem, num_seqs, max_seqlen_q, max_seqlen_k, num_splits), scratch=Fresh(q.device),
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return (out, lse) if lse is not None else out
 
 
 def merge_attn_states(

@@ -10,14 +10,13 @@ import triton.language as tl
 from torch import Tensor
 
 from tritonattn.layouts import CacheView
+from tritonattn.paths import launch
 from tritonattn.plan import descale as descale_of
 from tritonattn.plan import power_of_two
 from tritonattn.tile import kv_load, seqlens
 from tritonattn.tile.fp8 import to_fp8_bits
 from tritonattn.tuning.arch import Arch, detect
 from tritonattn.tuning.table import Row, lookup
-from tritonattn.paths import launch
-
 
 # (largest value, mantissa bits, exponent bias, code of NaN, has a negative zero)
 FP8_FORMATS = {

@@ -15,6 +15,9 @@ import triton.language as tl
 from torch import Tensor
 
 from tritonattn.layouts import CacheView
+from tritonattn.paths import launch
+from tritonattn.paths.combine import run_combine, take_parts
+from tritonattn.paths.decode_wave import launch_wave
 from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, window
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnParams, AttnProblem, split_head_size
@@ -22,10 +25,6 @@ from tritonattn.scratch import Scratch
 from tritonattn.tile import kv_load, mask, seqlens, softmax, store
 from tritonattn.tile.kv_load import descale, load_2d, upcast
 from tritonattn.tuning.table import Row
-from tritonattn.paths import launch
-from tritonattn.paths.combine import run_combine, take_parts
-from tritonattn.paths.decode_wave import launch_wave
-
 
 # P in float16 with FP8_HALF: scaled so that weights down to 2^-38 of the largest count, as they would in bfloat16.
 P_SCALE = tl.constexpr(16384.0)
@@ -35,7 +34,8 @@ P_SCALE = tl.constexpr(16384.0)
 def load_kv(
     k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
-    FLAT: tl.constexpr, SAME_STRIDES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, KCOL: tl.constexpr, KCOLS: tl.constexpr, VCOL: tl.constexpr, VCOLS: tl.constexpr,
+    FLAT: tl.constexpr, SAME_STRIDES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
+    KCOL: tl.constexpr, KCOLS: tl.constexpr, VCOL: tl.constexpr, VCOLS: tl.constexpr,
     CLEAR_V: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """K columns [KCOL, KCOL + KCOLS) and V columns [VCOL, VCOL + VCOLS) of the tokens [n, n + BLOCK_N).
@@ -174,10 +174,8 @@ def decode(
         l = tl.where(split == 0, 1.0, l)
     acc0 = tl.zeros([ROWS, V0], tl.float32)
     acc1 = l
-    c0 = tl.arange(0, V0)
     if V1 > 0:
         acc1 = tl.zeros([ROWS, V1], tl.float32)
-        c1 = tl.arange(0, V1)
 
     tokens = (q_start + query).to(tl.int64)
     if begin < hi:

@@ -276,7 +276,7 @@ def lds_traffic(assembly):
     return sum(sum(loop.lds_reads.values()) + sum(loop.lds_writes.values()) for loop in hot_loops(assembly))
 
 
-_order = {}
+_order: dict = {}
 FP8_DTYPES = {
     torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e4m3fnuz: tl.float8e4b8, torch.float8_e5m2: tl.float8e5,
     torch.float8_e5m2fnuz: tl.float8e5b16,

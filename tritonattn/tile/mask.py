@@ -11,6 +11,7 @@ enough to take part in the arithmetic without a branch.
 import triton
 import triton.language as tl
 
+
 @triton.jit
 def visible(row_first, row_last, diag, k_len, left, right):
     """[lo, hi): the keys that any of the rows row_first..row_last sees."""
