@@ -5,7 +5,7 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.complete)
 
-.PHONY: help venv demo test test-gpu lint check clean
+.PHONY: help venv demo test test-gpu test-vllm lint check clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  \1\t/' | expand -t 14
@@ -23,6 +23,12 @@ test: $(ENV)     ## all tests on the CPU, in Triton's interpreter
 
 test-gpu: $(ENV) ## the same tests on the GPU that torch sees
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-vllm: .venv-vllm/.complete ## the plug-in under a real vLLM, on the CPU, in an environment of its own
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+
+.venv-vllm/.complete: pyproject.toml .ci/constraints.txt .ci/venv-vllm
+	.ci/venv-vllm .venv-vllm
 
 lint: $(ENV)     ## ruff and mypy
 	$(PY) -m ruff check .

@@ -1,0 +1,179 @@
+"""One step's batch: which request takes which path, from what vLLM knows on the host.
+
+Neither model runner promises an order that tells prefills from extends, so each request is classified by itself. Decode requests are read with
+the lengths on the device alone, since under asynchronous speculative decoding the host knows only an upper bound of them; for the others the
+host's lengths are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tritonattn.layouts import CacheView
+from tritonattn.paths.decode import run_decode
+from tritonattn.paths.extend import context_row, run_extend
+from tritonattn.paths.prefill import run_prefill
+from tritonattn.problem import AttnParams
+from tritonattn.router import DecodeLaunch, ExtendLaunch, Ints, Router, TileLaunch
+from tritonattn.scratch import Arena
+
+CHUNK_TOKENS = 32768  # cached tokens gathered at a time
+
+
+class Kind(NamedTuple):
+    """What layers must share to share a plan."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    kv_layout: str
+    kv_dtype: torch.dtype
+    window_size: tuple[int, int]
+    softcap: float
+    has_alibi: bool
+    has_sinks: bool
+    causal: bool
+    cached_only: bool
+    """The new keys are taken from the cache as well: layers that share another's cache, and cross attention."""
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    planner: Planner
+    decode: DecodeLaunch | None
+    extend: ExtendLaunch | None
+    prefill: TileLaunch | None
+    context_lens: Tensor
+    """[B] int32 on the device, right for the requests of `extend`."""
+    whole: bool = False
+    """`extend` is every request of the batch, and finds its lengths on the device."""
+
+
+class Batch:
+    """Host lengths and device tensors of one step; plans are made once per kind of layer.
+
+    The device tensors are vLLM's own and stay in place where a graph is replayed.
+    """
+
+    def __init__(self, common: Any, threshold: int, planners: dict[Kind, Planner], create: Any) -> None:
+        count = common.num_reqs
+        self.query_lens: Ints = np.diff(common.query_start_loc_cpu[: count + 1].numpy()).astype(np.int32, copy=False)
+        upper = common.seq_lens_cpu_upper_bound
+        self.seq_lens: Ints | None = None if upper is None else upper[:count].numpy().astype(np.int32, copy=False)
+        self.decodes = self.query_lens <= threshold
+        prefilling = common.is_prefilling
+        if prefilling is not None and prefilling.device.type == "cpu" and not self.decodes.all():
+            guessed = ~self.decodes & ~prefilling[:count].numpy().astype(bool)
+            if guessed.any():  # more query tokens than were announced, and lengths that are only bounds
+                self.seq_lens = None
+        self.num_tokens = int(common.num_actual_tokens)
+        self.max_query_len = int(common.max_query_len)
+        self.max_seq_len = int(common.max_seq_len)
+        self.cu_seqlens_q = common.query_start_loc
+        self.device_seq_lens = common.seq_lens[:count]
+        self.block_table = common.block_table_tensor
+        self._create = create
+        self._planners = planners
+        self._plans = {kind: planner.lay_out(self) for kind, planner in planners.items()}
+
+    def plan(self, kind: Kind, impl: Any) -> BatchPlan:
+        """The plan for layers of this kind. The first one ever seen makes a planner, which later batches use from the start."""
+        plan = self._plans.get(kind)
+        if plan is None:
+            planner = self._planners.setdefault(kind, self._create(kind, impl))
+            plan = self._plans[kind] = planner.lay_out(self)
+        return plan
+
+
+_arenas: dict[tuple[torch.device, int], Arena] = {}
+
+
+def scratch(device: torch.device) -> Arena:
+    """One for all layers that run on the current stream, one after the other."""
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    arena = _arenas.get((device, stream))
+    if arena is None:
+        arena = _arenas[device, stream] = Arena(device)
+    return arena
+
+
+class Planner(Router):
+    """`Router` for vLLM: its batches, its tensors, and no checks of what vLLM's own interface has fixed."""
+
+    def __init__(self, kind: Kind, impl: Any, device: torch.device, block_size: int, threshold: int, batch_invariant: bool) -> None:
+        self.kind = kind
+        super().__init__(
+            kind.num_heads, kind.num_kv_heads, kind.head_size, dtype=kind.dtype, device=device, kv_layout=kind.kv_layout,
+            kv_dtype=kind.kv_dtype, decode_threshold=threshold, chunk_tokens=CHUNK_TOKENS, batch_invariant=batch_invariant,
+            block_size=block_size, softmax_scale=impl.scale, causal=kind.causal, window_size=kind.window_size, softcap=kind.softcap,
+            alibi_slopes=impl.slopes(device) if kind.has_alibi else None, sinks=impl.sinks if kind.has_sinks else None,
+        )  # fmt: skip
+
+    def lay_out(self, batch: Batch) -> BatchPlan:
+        query = batch.query_lens
+        live = query > 0
+        others = live & ~batch.decodes
+        decode_only = not others.any()
+        if batch.seq_lens is None and not decode_only:
+            return self._lay_out_unknown(batch)
+        seq = np.full_like(query, batch.max_seq_len) if batch.seq_lens is None else batch.seq_lens
+        # In a decode-only batch padding keeps its place, so that the grid stays that of the graph.
+        decoded = np.arange(len(query)) if decode_only else (batch.decodes & live).nonzero()[0]
+        upload = self._begin_upload(len(query), batch.num_tokens, decode_only)
+        decode = extend = prefill = None
+        if len(decoded):
+            decode = self._decode_launch(upload, decoded, query, seq, batch.block_table, decode_only)
+        context_lens = batch.device_seq_lens
+        if not decode_only:
+            context = seq - query
+            context_lens = upload.put(context)
+            cached = others if self.kind.cached_only else others & (context > 0)
+            extended, prefilled = cached.nonzero()[0], (others & ~cached).nonzero()[0]
+            if len(extended):
+                extend = self._extend_launch(upload, extended, query, context, seq if self.kind.cached_only else context)
+            if len(prefilled):
+                prefill = self._tile_launch(upload, self.dense, prefilled, query, context)
+        upload.send()
+        return BatchPlan(self, decode, extend, prefill, context_lens)
+
+    def _lay_out_unknown(self, batch: Batch) -> BatchPlan:
+        """Without lengths on the host: every request as one whose keys are all cached, found on the device. No path for speed."""
+        count = len(batch.query_lens)
+        queries = batch.cu_seqlens_q[: count + 1].diff()
+        context = batch.device_seq_lens - queries
+        row = context_row(context, batch.device_seq_lens, self.params.window_size[0])
+        launch = ExtendLaunch(batch.max_query_len, 0, queries, row, count * -(-batch.max_seq_len // self.row_align) * self.row_align)
+        return BatchPlan(self, None, launch, None, context, whole=True)
+
+    def launch(
+        self, plan: BatchPlan, batch: Batch, params: AttnParams, q: Tensor, k: Tensor | None, v: Tensor | None, cache: CacheView, out: Tensor
+    ) -> None:
+        """One layer. The new tokens are in the cache already; where `k` and `v` are given, prefill and extend take them from there."""
+        count, cu_seqlens_q, table = len(batch.query_lens), batch.cu_seqlens_q, batch.block_table
+        arena = scratch(q.device)
+        extend, prefill, decode = plan.extend, plan.prefill, plan.decode
+        if plan.whole or self.kind.cached_only:
+            k = v = None
+        if extend is not None:
+            run_extend(
+                self.paged, params, q, k, v, cache, out, None, cu_seqlens_q=cu_seqlens_q, context_lens=plan.context_lens, block_table=table,
+                row=extend.row, row_length=extend.row_length, num_seqs=count, max_seqlen_q=extend.max_seqlen_q,
+                chunk_tokens=self.chunk_tokens, scratch=arena, tiles=None if plan.whole else extend.tiles, num_tiles=extend.num_tiles,
+            )  # fmt: skip
+        if prefill is not None and k is not None and v is not None:
+            run_prefill(
+                self.dense, params._replace(k_descale=None, v_descale=None), q, k, v, out, None, cu_seqlens_q=cu_seqlens_q,
+                cu_seqlens_k=cu_seqlens_q, num_seqs=count, max_seqlen_q=prefill.max_seqlen_q, tiles=prefill.tiles,
+                num_tiles=prefill.num_tiles,
+            )  # fmt: skip
+        if decode is not None:
+            run_decode(
+                self.paged, params, q, cache, out, None, cu_seqlens_q=cu_seqlens_q, seq_lens=batch.device_seq_lens, block_table=table,
+                num_seqs=decode.num_seqs, max_seqlen_q=decode.max_seqlen_q, plan=decode.plan, scratch=arena, work=decode.work,
+            )  # fmt: skip
