@@ -12,6 +12,7 @@ from collections.abc import Sequence
 COMMANDS = {
     "info": ("tritonattn.info", "device, arch, versions and the tables found"),
     "demo": ("tritonattn.demo", "serve a real model through prefill, extend and decode, and check every token"),
+    "explain": ("tritonattn.explain", "which path, table row and split each request of a batch takes, and why"),
     "check": ("tritonattn.tuning.check", "compile every table row without a GPU and judge the code"),
     "warmup": ("tritonattn.warmup", "compile ahead for a model, so that serving never does"),
     "tune": ("tritonattn.tuning.search", "sweep configurations for a model or shape and write tables"),

@@ -1,0 +1,64 @@
+"""`tritonattn explain` says what the router would do."""
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tritonattn.cli import main
+from tritonattn.explain import parse_requests
+
+
+def explain(capsys, *words: str) -> dict:
+    assert main(["explain", "--json", "--arch", "gfx942", *words]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_requests_are_read():
+    assert parse_requests(["1@40x2", "9", "5x3"]) == ([1, 1, 9, 5, 5, 5], [40, 40, 0, 0, 0, 0])
+
+
+def test_each_request_its_path_and_each_path_its_row(capsys):
+    facts = explain(capsys, "300", "1@4095x30", "512@80000")
+    assert [request["path"] for request in facts["requests"]] == ["prefill", *["decode"] * 30, "extend"]
+    assert facts["order"] == [*range(1, 31), 31, 0]
+    decode, extend, prefill = (facts["paths"][path] for path in ("decode", "extend", "prefill"))
+    assert decode["row"].startswith("gfx942/decode.json row")
+    assert prefill["row"].startswith("gfx942/prefill.json row")
+    assert extend["passes"].startswith("3 over the cached keys, 80000 in all")
+    assert decode["parts of keys"] == sum(request["splits"] or 0 for request in facts["requests"])
+    assert decode["programs"] == 8 * decode["parts of keys"]  # one KV head each
+
+
+def test_speculated_tokens_decode_below_the_threshold(capsys):
+    paths = [[request["path"] for request in explain(capsys, "4@100", *words)["requests"]] for words in ([], ["--decode-threshold", "4"])]
+    assert paths == [["extend"], ["decode"]]
+
+
+@pytest.mark.parametrize("model", ["gpt-oss-120b", "deepseek-r1", "gemma-2-9b"])
+def test_models_by_name(capsys, model):
+    facts = explain(capsys, "--model", model, "--kv-dtype", "fp8", "--tp", "8", "1@5000", "7@9", "3")
+    assert facts["paths"].keys() == {"decode", "extend", "prefill"}
+    assert "fp8" in facts["paths"]["decode"]["problem"]
+
+
+def test_it_shows_neighbours_that_are_alike_as_one(capsys):
+    assert main(["explain", "--arch", "MI355X", "1@4095x30", "0"]) == 0
+    shown = capsys.readouterr().out
+    assert "0-29" in shown
+    assert "padding" in shown
+    assert "gfx950" in shown
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["1@", "2"], "a request must be NEW, NEW@CONTEXT or NEW@CONTEXTxCOUNT, got 1@"),
+    (["--shape", "32x8", "1"], "--shape must be HEADS/KV_HEADSxHEAD_SIZE"),
+    (["--shape", "3/2x64", "1"], "query heads must be a multiple of KV heads"),
+    (["--model", "none", "1"], "model must be one of"),
+    (["--model", "kimi-k2", "--batch-invariant", "1"], "--batch-invariant: not for MLA"),
+])
+def test_bad_arguments_are_one_line(words, said, capsys):
+    assert main(["explain", "--arch", "gfx942", *words]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
