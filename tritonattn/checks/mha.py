@@ -1,0 +1,256 @@
+"""Arguments of the ops of multi-head attention, of merging and of the cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tritonattn import layouts
+from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, FP32, INT32, INTS, Reasons
+from tritonattn.layouts import CacheView
+from tritonattn.problem import AttnParams, AttnProblem, default_scale
+
+
+def problem_of(
+    q: Tensor, num_kv_heads: int, v_head_size: int, kv_dtype: torch.dtype, kv_layout: str, block_size: int,
+    params: AttnParams,
+) -> AttnProblem:  # fmt: skip
+    _, num_q_heads, head_size = q.shape
+    return AttnProblem(
+        num_q_heads, num_kv_heads, head_size, v_head_size, q.dtype, kv_dtype, kv_layout, block_size, params.causal,
+        params.window_size != (-1, -1), params.softcap > 0, params.alibi_slopes is not None, params.sinks is not None,
+    )  # fmt: skip
+
+
+# -- attention ------------------------------------------------------------------------------------------------
+
+
+def check_prefill(
+    q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size, softcap,
+    alibi_slopes, sinks, q_descale, k_descale, v_descale, out,
+) -> tuple[AttnProblem, AttnParams]:  # fmt: skip
+    """Arguments of `flash_attn_varlen_func`."""
+    reasons = Reasons("flash_attn_varlen_func", q)
+    reasons.options(causal, window_size, softcap, softmax_scale)
+    reasons.integer("max_seqlen_q", max_seqlen_q, 0)
+    reasons.integer("max_seqlen_k", max_seqlen_k, 0)
+    reasons.rows("q", q, 3, FLOATS_AND_FP8)
+    same = (q.dtype,) if isinstance(q, Tensor) else FLOATS_AND_FP8
+    reasons.rows("k", k, 3, same)
+    reasons.rows("v", v, 3, same)
+    reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
+    reasons.rows("cu_seqlens_k", cu_seqlens_k, 1, INT32)
+    reasons.stop()
+    _, num_q_heads, head_size = q.shape
+    num_keys, num_kv_heads, _ = k.shape
+    v_head_size = v.shape[2]
+    reasons.heads(num_q_heads, num_kv_heads, head_size, v_head_size)
+    reasons.shape("k", k, (-1, -1, head_size))
+    reasons.shape("v", v, (num_keys, num_kv_heads, -1))
+    if len(cu_seqlens_q) < 1 or len(cu_seqlens_k) != len(cu_seqlens_q):
+        got = f"{len(cu_seqlens_q)} and {len(cu_seqlens_k)}"
+        reasons.values.append(f"cu_seqlens_q and cu_seqlens_k must both be [B + 1], got lengths {got}")
+    reasons.hardware(q.dtype)
+    params = _attention_options(
+        reasons, q, num_kv_heads, v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks,
+        q_descale, k_descale, v_descale, out,
+    )  # fmt: skip
+    return problem_of(q, num_kv_heads, v_head_size, q.dtype, "dense", 0, params), params
+
+
+def check_extend(
+    q, k, v, k_cache, v_cache, *, cu_seqlens_q, context_lens, block_table, max_seqlen_q, max_context_len, kv_layout,
+    chunk_tokens, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale, out,
+) -> tuple[AttnProblem, CacheView, AttnParams]:  # fmt: skip
+    """Arguments of `extend_attention`."""
+    reasons = Reasons("extend_attention", q)
+    reasons.options(causal, window_size, softcap, softmax_scale)
+    reasons.integer("max_seqlen_q", max_seqlen_q, 0)
+    reasons.integer("max_context_len", max_context_len, 0)
+    reasons.integer("chunk_tokens", chunk_tokens, 1)
+    reasons.rows("q", q, 3, FLOATS)
+    new_tokens(reasons, q, k, v)
+    reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
+    reasons.rows("context_lens", context_lens, 1, INT32)
+    reasons.rows("block_table", block_table, 2, INT32)
+    reasons.cache(k_cache, v_cache, kv_layout)
+    reasons.stop()
+    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
+    _against_cache(reasons, q, k, v, cache)
+    batch = len(context_lens)
+    reasons.shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+    reasons.shape("block_table", block_table, (batch, -1))
+    params = _attention_options(
+        reasons, q, cache.num_kv_heads, cache.v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        sinks, None, k_descale, v_descale, out,
+    )  # fmt: skip
+    problem = problem_of(q, cache.num_kv_heads, cache.v_head_size, k_cache.dtype, cache.kind, cache.block_size, params)
+    return problem, cache, params
+
+
+def check_decode(
+    q, k_cache, v_cache, *, seqused_k, block_table, max_seqlen_k, cu_seqlens_q, max_seqlen_q, kv_layout, num_splits,
+    softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale, out,
+) -> tuple[AttnProblem, CacheView, AttnParams]:  # fmt: skip
+    """Arguments of `decode_attention`."""
+    reasons = Reasons("decode_attention", q)
+    reasons.options(causal, window_size, softcap, softmax_scale)
+    reasons.integer("max_seqlen_k", max_seqlen_k, 0)
+    reasons.integer("max_seqlen_q", max_seqlen_q, 1)
+    reasons.integer("num_splits", num_splits, 0)
+    reasons.rows("q", q, 3, FLOATS_AND_FP8)
+    reasons.rows("seqused_k", seqused_k, 1, INT32)
+    reasons.rows("block_table", block_table, 2, INT32)
+    if cu_seqlens_q is not None:
+        reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
+    reasons.cache(k_cache, v_cache, kv_layout)
+    reasons.stop()
+    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
+    _against_cache(reasons, q, None, None, cache)
+    batch = len(seqused_k)
+    reasons.shape("block_table", block_table, (batch, -1))
+    query_rows(reasons, "q", q.shape[0], cu_seqlens_q, batch, max_seqlen_q)
+    params = _attention_options(
+        reasons, q, cache.num_kv_heads, cache.v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        sinks, q_descale, k_descale, v_descale, out,
+    )  # fmt: skip
+    problem = problem_of(q, cache.num_kv_heads, cache.v_head_size, k_cache.dtype, cache.kind, cache.block_size, params)
+    return problem, cache, params
+
+
+def query_rows(reasons: Reasons, name: str, tokens: int, cu_seqlens_q, batch: int, max_seqlen_q: int) -> None:
+    """Query tokens of a decode call: divided by ``cu_seqlens_q``, or ``max_seqlen_q`` for each sequence."""
+    if cu_seqlens_q is not None:
+        reasons.shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
+    elif not reasons.types and tokens < batch * max_seqlen_q:
+        need = f"{batch} sequences of max_seqlen_q {max_seqlen_q} tokens"
+        reasons.values.append(f"{name} must hold {need} where cu_seqlens_q is None, got {tokens} tokens")
+
+
+def cache_dtype(reasons: Reasons, name: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """The cache has the dtype of what is read or written beside it, or it is an 8-bit float of this hardware."""
+    if dtype is not kv_dtype and (kv_dtype.itemsize > 1 or dtype.itemsize == 1):
+        need = f"{dtype}" if dtype.itemsize == 1 else f"{dtype} like q, or an 8-bit float"
+        reasons.types.append(f"{name} must be {need}, got {kv_dtype}")
+    reasons.hardware(kv_dtype)
+
+
+def new_tokens(reasons: Reasons, q, k, v) -> None:
+    """New keys and values of q's dtype, or both None: then they are in the cache."""
+    if (k is None) != (v is None):
+        reasons.types.append(f"k and v must both be tensors or both be None, got {type(k).__name__} and {type(v).__name__}")
+        reasons.unusable = True
+    elif k is not None:
+        same = (q.dtype,) if isinstance(q, Tensor) else FLOATS
+        reasons.rows("k", k, 3, same)
+        reasons.rows("v", v, 3, same)
+
+
+def _against_cache(reasons: Reasons, q: Tensor, k: Tensor | None, v: Tensor | None, cache: CacheView) -> None:
+    """The query (and the new tokens) beside the cache: heads, head sizes, dtypes, hardware."""
+    tokens, num_q_heads, head_size = q.shape
+    reasons.heads(num_q_heads, cache.num_kv_heads, cache.head_size, cache.v_head_size)
+    if head_size != cache.head_size:
+        reasons.values.append(f"q must be [.., .., {cache.head_size}] like k_cache, got {list(q.shape)}")
+    if k is not None and v is not None:
+        reasons.shape("k", k, (tokens, cache.num_kv_heads, cache.head_size))
+        reasons.shape("v", v, (tokens, cache.num_kv_heads, cache.v_head_size))
+    cache_dtype(reasons, "k_cache", q.dtype, cache.k.dtype)
+
+
+def _attention_options(
+    reasons: Reasons, q, num_kv_heads, v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks,
+    q_descale, k_descale, v_descale, out,
+) -> AttnParams:  # fmt: skip
+    """The last checks: options that are tensors, and the result. Raises, or gives all options as one value."""
+    tokens, num_q_heads, head_size = q.shape
+    if alibi_slopes is not None:
+        reasons.per_head("alibi_slopes", alibi_slopes, num_q_heads)
+    if sinks is not None:
+        reasons.per_head("sinks", sinks, num_q_heads)
+    if q_descale is not None:
+        reasons.descale("q_descale", q_descale, num_kv_heads)
+    if k_descale is not None:
+        reasons.descale("k_descale", k_descale, num_kv_heads)
+    if v_descale is not None:
+        reasons.descale("v_descale", v_descale, num_kv_heads)
+    if out is not None:
+        reasons.out(out, (tokens, num_q_heads, v_head_size))
+    reasons.done()
+    return AttnParams(
+        default_scale(softmax_scale, head_size), causal, tuple(window_size), softcap, alibi_slopes, sinks,
+        q_descale, k_descale, v_descale,
+    )  # fmt: skip
+
+
+# -- cache and merge ------------------------------------------------------------------------------------------
+
+
+def check_merge(out_a, lse_a, out_b, lse_b, *, out) -> None:
+    """Arguments of `merge_attn_states`."""
+    reasons = Reasons("merge_attn_states", out_a)
+    reasons.rows("out_a", out_a, 3, FLOATS)
+    reasons.rows("out_b", out_b, 3, (out_a.dtype,) if isinstance(out_a, Tensor) else FLOATS)
+    reasons.tensor("lse_a", lse_a, 2, FP32)
+    reasons.tensor("lse_b", lse_b, 2, FP32)
+    reasons.stop()
+    tokens, heads, size = out_a.shape
+    reasons.shape("out_b", out_b, (tokens, heads, size))
+    reasons.shape("lse_a", lse_a, (heads, tokens))
+    reasons.shape("lse_b", lse_b, (heads, tokens))
+    reasons.out(out, (tokens, heads, size))
+    reasons.hardware()
+    reasons.done()
+
+
+def check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, *, kv_layout, k_descale, v_descale) -> CacheView:
+    """Arguments of `reshape_and_cache`. ``slot_mapping`` may be shorter than ``key``: the rest is padding."""
+    reasons = Reasons("reshape_and_cache", key)
+    reasons.rows("key", key, 3, FLOATS)
+    reasons.rows("value", value, 3, (key.dtype,) if isinstance(key, Tensor) else FLOATS)
+    reasons.rows("slot_mapping", slot_mapping, 1, INTS)
+    reasons.cache(k_cache, v_cache, kv_layout)
+    reasons.stop()
+    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
+    tokens = key.shape[0]
+    reasons.shape("key", key, (-1, cache.num_kv_heads, cache.head_size))
+    reasons.shape("value", value, (tokens, cache.num_kv_heads, cache.v_head_size))
+    if len(slot_mapping) > tokens:
+        reasons.values.append(f"slot_mapping must be at most as long as key, {tokens} tokens, got {len(slot_mapping)}")
+    kv_dtype = k_cache.dtype
+    if kv_dtype is not key.dtype and kv_dtype.itemsize > 1:
+        reasons.types.append(f"k_cache must be {key.dtype} like key, or an 8-bit float, got {kv_dtype}")
+    reasons.descale("k_descale", k_descale, cache.num_kv_heads)
+    reasons.descale("v_descale", v_descale, cache.num_kv_heads)
+    reasons.hardware(kv_dtype)
+    reasons.done()
+    return cache
+
+
+def check_gather(k_cache, v_cache, block_table, starts, lengths, *, kv_layout, k_descale, v_descale, out) -> CacheView:
+    """Arguments of `gather_cache`; ``out`` is a pair ``[n, Hkv, D]``, ``[n, Hkv, Dv]`` or None."""
+    reasons = Reasons("gather_cache", k_cache)
+    reasons.rows("block_table", block_table, 2, INT32)
+    reasons.rows("starts", starts, 1, INT32)
+    reasons.rows("lengths", lengths, 1, INT32)
+    reasons.cache(k_cache, v_cache, kv_layout)
+    if out is not None:
+        if not isinstance(out, tuple | list) or len(out) != 2:
+            reasons.types.append(f"out must be a pair (k, v) of tensors, got {type(out).__name__}")
+            reasons.unusable = True
+        else:
+            reasons.rows("out[0]", out[0], 3, FLOATS)
+            reasons.rows("out[1]", out[1], 3, FLOATS)
+    reasons.stop()
+    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
+    batch = len(starts)
+    reasons.shape("lengths", lengths, (batch,))
+    reasons.shape("block_table", block_table, (batch, -1))
+    if out is not None:
+        reasons.shape("out[0]", out[0], (-1, cache.num_kv_heads, cache.head_size))
+        reasons.shape("out[1]", out[1], (out[0].shape[0], cache.num_kv_heads, cache.v_head_size))
+    reasons.descale("k_descale", k_descale, cache.num_kv_heads)
+    reasons.descale("v_descale", v_descale, cache.num_kv_heads)
+    reasons.hardware(k_cache.dtype)
+    reasons.done()
+    return cache

@@ -1,0 +1,217 @@
+"""The collector of what is wrong with a call, and the questions that all ops ask."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from typing import NoReturn
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tritonattn import layouts
+from tritonattn.problem import FP8_DTYPES
+from tritonattn.tuning.arch import detect
+
+Ints = NDArray[np.int32]
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+FLOATS_AND_FP8 = FLOATS + FP8_DTYPES
+INT32 = (torch.int32,)
+INTS = (torch.int32, torch.int64)
+FP32 = (torch.float32,)
+MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_STEP = 32, 256, 8
+
+
+class Reasons:
+    """Collects what is wrong with a call; `stop` and `done` raise it as one error. All tensors must be where the first one is."""
+
+    __slots__ = ("device", "op", "types", "unusable", "values")
+
+    def __init__(self, op: str, first: Tensor | None, device: torch.device | None = None) -> None:
+        self.op = op
+        self.device = first.device if isinstance(first, Tensor) else device
+        self.types: list[str] = []
+        self.values: list[str] = []
+        self.unusable = False
+        """Something has the wrong Python type or rank, so that its sizes cannot be discussed."""
+
+    def done(self) -> None:
+        """Raise if there is any reason."""
+        if self.types or self.values:
+            self._raise()
+
+    def stop(self) -> None:
+        """Raise if what was found makes the remaining checks meaningless."""
+        if self.unusable:
+            self._raise()
+
+    def _raise(self) -> NoReturn:
+        error = ValueError if self.values else TypeError
+        raise error(f"{self.op}: " + "; ".join(self.types + self.values))
+
+    # -- tensors --------------------------------------------------------------------------------------------------
+
+    def tensor(self, name: str, tensor: Tensor, rank: int, dtypes: Sequence[torch.dtype]) -> None:
+        """A tensor of this rank, one of these dtypes, on this device."""
+        if not isinstance(tensor, Tensor):
+            self.unusable = True
+            self.types.append(f"{name} must be a tensor, got {type(tensor).__name__}")
+            return
+        if tensor.ndim != rank:
+            self.unusable = True
+            self.values.append(f"{name} must have {rank} dimension{'s' * (rank > 1)}, got shape {list(tensor.shape)}")
+        if tensor.dtype not in dtypes:
+            self.types.append(f"{name} must be {either(dtypes)}, got {tensor.dtype}")
+        if tensor.device != self.device and self.device is not None:
+            self.values.append(f"{name} must be on {self.device}, got {tensor.device}")
+
+    def rows(self, name: str, tensor: Tensor, rank: int, dtypes: Sequence[torch.dtype]) -> None:
+        """As `tensor`, with a unit last stride."""
+        self.tensor(name, tensor, rank, dtypes)
+        if isinstance(tensor, Tensor) and tensor.ndim and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+            self.values.append(f"{name} must have a last stride of 1, got strides {list(tensor.stride())}")
+
+    def shape(self, name: str, tensor: Tensor, need: tuple[int, ...]) -> None:
+        """The shape of a tensor; -1 stands for any size."""
+        shape = tensor.shape
+        if shape == need:
+            return
+        if any(n >= 0 and n != size for n, size in zip(need, shape, strict=True)):
+            wanted = ", ".join(".." if n < 0 else str(n) for n in need)
+            self.values.append(f"{name} must be [{wanted}], got {list(shape)}")
+
+    def cache(self, k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> None:
+        """A pair of caches of this layout, of a dtype that the hardware has."""
+        for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if not isinstance(cache, Tensor):
+                self.unusable = True
+                self.types.append(f"{name} must be a tensor, got {type(cache).__name__}")
+                continue
+            if cache.dtype not in FLOATS_AND_FP8:
+                self.types.append(f"{name} must be {either(FLOATS)} or an 8-bit float, got {cache.dtype}")
+            if cache.device != self.device and self.device is not None:
+                self.values.append(f"{name} must be on {self.device}, got {cache.device}")
+        if kv_layout not in layouts.PAGED_LAYOUTS:
+            self.unusable = True
+            self.values.append(f"kv_layout must be one of {', '.join(layouts.PAGED_LAYOUTS)}, got {kv_layout!r}")
+        self.stop()
+        refusals = layouts.refusals(k_cache, v_cache, kv_layout)
+        if refusals:
+            self.unusable = True
+            self.values += refusals
+
+    def hardware(self, *dtypes: torch.dtype) -> None:
+        """The device runs kernels and has these 8-bit floats."""
+        device = self.device
+        if device is None:
+            return
+        if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1" and detect(device).simulated:
+            self.values.append("tensors must be on a GPU, got cpu (TRITON_INTERPRET=1 runs the kernels there, slowly)")
+        for dtype in dtypes:
+            if dtype.itemsize == 1:
+                arch = detect(device)
+                name = str(dtype).removeprefix("torch.")
+                if name not in arch.fp8_types:
+                    self.types.append(f"8-bit floats on {arch.name} must be {either(arch.fp8_types)}, got {name}")
+
+    # -- numbers --------------------------------------------------------------------------------------------------
+
+    def integer(self, name: str, value: int, least: int) -> None:
+        """A host integer, at least ``least``."""
+        if type(value) is int:
+            if value >= least:
+                return
+            self.values.append(f"{name} must be at least {least}, got {value}")
+        elif isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+            self.types.append(f"{name} must be an int on the host, got {type(value).__name__}")
+        else:
+            self.integer(name, value.__index__(), least)
+
+    def number(self, name: str, value: float, *, positive: bool) -> None:
+        """A finite host number, above 0 or (``positive=False``) at least 0."""
+        if isinstance(value, bool) or not isinstance(value, float | int):
+            self.types.append(f"{name} must be a float, got {type(value).__name__}")
+        elif not math.isfinite(value) or value < 0 or (positive and value == 0):
+            self.values.append(f"{name} must be finite and {'above 0' if positive else 'at least 0'}, got {value}")
+
+    def lengths(self, name: str, values: Sequence[int] | Ints) -> Ints:
+        """Host integers, one per request, as int32."""
+        if isinstance(values, Tensor) and values.is_cuda:
+            self.types.append(f"{name} must be on the host, got a tensor on {values.device}")
+            self.unusable = True
+            return np.zeros(0, np.int32)
+        array = np.asarray(values)
+        if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+            self.types.append(f"{name} must be a sequence of integers, got {array.dtype} of shape {list(array.shape)}")
+            self.unusable = True
+        return array.astype(np.int32, copy=False)
+
+    def each(self, need: str, values: Ints, wrong: NDArray[np.bool_]) -> None:
+        """Requests that are wrong, the first few by number and value."""
+        if wrong.any():
+            which = np.flatnonzero(wrong)
+            got = ", ".join(f"{values[i]} (request {i})" for i in which[:4])
+            self.values.append(f"{need}, got {got}{', ...' if len(which) > 4 else ''}")
+
+    def options(self, causal: bool, window_size: tuple[int, int], softcap: float, softmax_scale: float | None) -> None:
+        """Options of the scores and of the mask that are plain values."""
+        if softmax_scale is not None:
+            self.number("softmax_scale", softmax_scale, positive=True)
+        if softcap != 0.0 or type(softcap) is not float:
+            self.number("softcap", softcap, positive=False)
+        if type(causal) is not bool:
+            self.types.append(f"causal must be a bool, got {type(causal).__name__}")
+        if window_size != (-1, -1):
+            if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+                self.types.append(f"window_size must be a pair (left, right), got {window_size!r}")
+            else:
+                self.integer("window_size left (-1: unlimited)", window_size[0], -1)
+                self.integer("window_size right (-1: unlimited)", window_size[1], -1)
+
+    def per_head(self, name: str, tensor: Tensor | None, heads: int) -> None:
+        """``[heads]``, contiguous, or None."""
+        if tensor is None:
+            return
+        before = self.unusable
+        self.rows(name, tensor, 1, FLOATS)
+        if self.unusable is before:
+            self.shape(name, tensor, (heads,))
+
+    def descale(self, name: str, value: float | Tensor | None, heads: int) -> None:
+        """A number, a tensor of one element, or ``[heads]``; fp32."""
+        if value is None:
+            return
+        if not isinstance(value, Tensor):
+            self.number(name, value, positive=True)
+            return
+        if value.dtype != torch.float32:
+            self.types.append(f"{name} must be torch.float32, got {value.dtype}")
+        if value.device != self.device:
+            self.values.append(f"{name} must be on {self.device}, got {value.device}")
+        if value.numel() != 1 and (value.shape != (heads,) or value.stride(0) != 1):
+            self.values.append(f"{name} must have 1 element or be [{heads}], contiguous, got {list(value.shape)}")
+
+    def heads(self, num_q_heads: int, num_kv_heads: int, head_size: int, v_head_size: int) -> None:
+        """The GQA ratio and the head sizes that the MHA kernels take."""
+        if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+            self.values.append(f"query heads must be a multiple of KV heads, got {num_q_heads} and {num_kv_heads}")
+        for name, size in (("head size of q and k", head_size), ("head size of v", v_head_size)):
+            if size % HEAD_SIZE_STEP or not MIN_HEAD_SIZE <= size <= MAX_HEAD_SIZE:
+                need = f"a multiple of {HEAD_SIZE_STEP} from {MIN_HEAD_SIZE} to {MAX_HEAD_SIZE}"
+                self.values.append(f"{name} must be {need}, got {size}")
+
+    def out(self, out: Tensor | None, shape: tuple[int, ...]) -> None:
+        """A buffer for the result, or None."""
+        if out is None:
+            return
+        before = self.unusable
+        self.rows("out", out, len(shape), FLOATS)
+        if self.unusable is before:
+            self.shape("out", out, shape)
+
+
+def either(names: Sequence[object]) -> str:
+    return " or ".join(str(name) for name in names)

@@ -1,0 +1,207 @@
+"""Arguments of `Router` and `MlaRouter`, of their plans and runs."""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from tritonattn import layouts
+from tritonattn.checks.mha import new_tokens
+from tritonattn.checks.mla import latent_halves, latent_sizes
+from tritonattn.checks.reasons import FLOATS, INT32, Ints, Reasons, either
+from tritonattn.layouts import CacheView
+from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, MlaParams, default_scale
+
+
+def check_router(
+    num_q_heads, num_kv_heads, head_size, v_head_size, dtype, device, kv_layout, kv_dtype, decode_threshold, chunk_tokens, block_size,
+    softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale,
+) -> AttnParams:  # fmt: skip
+    """Arguments of `Router`."""
+    reasons = Reasons("Router", None, device)
+    sizes = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "v_head_size": v_head_size}
+    for name, value in sizes.items():
+        reasons.integer(name, value, 1)
+    reasons.integer("decode_threshold", decode_threshold, 1)
+    reasons.integer("chunk_tokens", chunk_tokens, 1)
+    if block_size is not None:
+        reasons.integer("block_size", block_size, 1)
+    reasons.options(causal, window_size, softcap, softmax_scale)
+    if dtype not in FLOATS:
+        reasons.types.append(f"dtype must be {either(FLOATS)}, got {dtype}")
+    elif kv_dtype is not dtype and kv_dtype not in FP8_DTYPES:
+        reasons.types.append(f"kv_dtype must be {dtype} like dtype, or an 8-bit float, got {kv_dtype}")
+    if kv_layout not in layouts.PAGED_LAYOUTS:
+        reasons.values.append(f"kv_layout must be one of {', '.join(layouts.PAGED_LAYOUTS)}, got {kv_layout!r}")
+    reasons.done()
+    reasons.heads(num_q_heads, num_kv_heads, head_size, v_head_size)
+    reasons.per_head("alibi_slopes", alibi_slopes, num_q_heads)
+    reasons.per_head("sinks", sinks, num_q_heads)
+    for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+        reasons.descale(name, value, num_kv_heads)
+    reasons.hardware(kv_dtype)
+    reasons.done()
+    return AttnParams(
+        default_scale(softmax_scale, head_size), causal, tuple(window_size), softcap, alibi_slopes, sinks,
+        q_descale, k_descale, v_descale,
+    )  # fmt: skip
+
+
+def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_threshold) -> tuple[Ints, Ints]:
+    """Arguments of `Router.plan`, whose lengths the host knows. Gives both as int32 arrays."""
+    reasons = Reasons("Router.plan", None, device)
+    query, seq = reasons.lengths("query_lens", query_lens), reasons.lengths("seq_lens", seq_lens)
+    if block_table is not None:
+        reasons.rows("block_table", block_table, 2, INT32)
+    reasons.stop()
+    if len(query) != len(seq):
+        reasons.values.append(f"seq_lens must be as long as query_lens, {len(query)}, got {len(seq)}")
+        reasons.done()
+    if len(query):
+        if query.min() < 0:
+            reasons.each("query_lens must be at least 0", query, query < 0)
+        context = seq - query
+        if context.min() < 0:
+            reasons.each("seq_lens must be at least query_lens", seq, context < 0)
+        if block_table is not None:
+            reasons.shape("block_table", block_table, (len(query), -1))
+        elif context.any():
+            reasons.each("block_table must be given where a request has context", seq, context > 0)
+        if block_table is not None and block_size is not None:
+            held = block_table.shape[1] * block_size
+            if seq.max() > held:
+                stored = np.where((query > decode_threshold) | (context == 0), context, seq)
+                reasons.each(f"seq_lens must fit in block_table, {held} tokens in the cache", stored, stored > held)
+    reasons.done()
+    return query, seq
+
+
+def check_run(
+    problem: AttnProblem, params: AttnParams, q, k, v, k_cache, v_cache, block_table, *, kv_layout, device, block_size, num_tokens,
+    reads, fresh, out, sinks, q_descale, k_descale, v_descale,
+) -> tuple[CacheView | None, AttnParams]:  # fmt: skip
+    """Arguments of `Router.run` beside what its router and plan have fixed. ``reads``: most cached tokens of a request."""
+    reasons = Reasons("Router.run", None, device)
+    if not fresh:
+        reasons.values.append("plan must be the latest of its batch size (decode-only plans of one size share a buffer), got an older one")
+    same = (problem.dtype,)
+    reasons.rows("q", q, 3, same)
+    new_tokens(reasons, q, k, v)
+    cache = None
+    if reads or k_cache is not None or v_cache is not None:
+        reasons.cache(k_cache, v_cache, kv_layout)
+    reasons.stop()
+    heads = problem.num_kv_heads
+    tokens = q.shape[0]
+    reasons.shape("q", q, (-1, problem.num_q_heads, problem.head_size))
+    if tokens < num_tokens:
+        reasons.values.append(f"q must hold the {num_tokens} tokens of the plan, got {tokens}")
+    if k is not None:
+        reasons.shape("k", k, (tokens, heads, problem.head_size))
+        reasons.shape("v", v, (tokens, heads, problem.v_head_size))
+    if k_cache is not None:
+        cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
+        got, need = cache[6:9], (heads, problem.head_size, problem.v_head_size)
+        if got != need:
+            reasons.values.append(f"caches must have KV heads, D and Dv {list(need)}, got {list(got)}")
+        if k_cache.dtype is not problem.kv_dtype:
+            reasons.types.append(f"k_cache must be {problem.kv_dtype}, got {k_cache.dtype}")
+        if block_size is not None and cache.block_size != block_size:
+            reasons.values.append(f"caches must have the router's block size {block_size}, got {cache.block_size}")
+        held = 0 if block_table is None else block_table.shape[1] * cache.block_size
+        if reads > held:
+            reasons.values.append(f"block_table must hold {reads} tokens, got room for {held} in blocks of {cache.block_size}")
+    if out is not None:
+        reasons.out(out, (tokens, problem.num_q_heads, problem.v_head_size))
+    own = {"sinks": sinks, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    own = {name: value for name, value in own.items() if value is not None}
+    for name, value in own.items():
+        if name == "sinks":
+            reasons.per_head(name, value, problem.num_q_heads)
+        else:
+            reasons.descale(name, value, heads)
+    reasons.done()
+    return cache, params._replace(**own) if own else params
+
+
+def check_mla_router(
+    num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, device, kv_dtype, decode_threshold, chunk_tokens,
+    block_size, softmax_scale, causal, kv_descale, rope_descale,
+) -> tuple[AttnParams, MlaParams]:  # fmt: skip
+    """Arguments of `MlaRouter`. Gives the options of the dense passes and of decode."""
+    reasons = Reasons("MlaRouter", None, device)
+    sizes = {
+        "num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "qk_nope_head_dim": qk_nope_head_dim, "qk_rope_head_dim": qk_rope_head_dim,
+        "v_head_dim": v_head_dim, "decode_threshold": decode_threshold, "chunk_tokens": chunk_tokens,
+    }  # fmt: skip
+    for name, value in sizes.items():
+        reasons.integer(name, value, 1)
+    if block_size is not None:
+        reasons.integer("block_size", block_size, 1)
+    reasons.options(causal, (-1, -1), 0.0, None)
+    reasons.number("softmax_scale", softmax_scale, positive=True)
+    if dtype not in FLOATS:
+        reasons.types.append(f"dtype must be {either(FLOATS)}, got {dtype}")
+    elif kv_dtype is not dtype and kv_dtype not in FP8_DTYPES:
+        reasons.types.append(f"kv_dtype must be {dtype} like dtype, or an 8-bit float, got {kv_dtype}")
+    reasons.done()
+    reasons.heads(num_heads, num_heads, qk_nope_head_dim + qk_rope_head_dim, v_head_dim)
+    latent_sizes(reasons, kv_lora_rank, kv_lora_rank + qk_rope_head_dim)
+    reasons.descale("kv_descale", kv_descale, 1)
+    reasons.descale("rope_descale", rope_descale, 1)
+    reasons.hardware(kv_dtype)
+    reasons.done()
+    return AttnParams(softmax_scale, causal), MlaParams(softmax_scale, causal, None, kv_descale, rope_descale)
+
+
+def check_mla_run(
+    paged: AttnProblem, dense: AttnProblem, params: MlaParams, q, k, v, kv_cache, block_table, *, device, block_size, num_tokens, reads,
+    only_decodes, fresh, out, kv_descale, rope_descale,
+) -> tuple[CacheView | None, MlaParams]:  # fmt: skip
+    """Arguments of `MlaRouter.run`. The view has the latent columns as K and the rope columns as V."""
+    reasons = Reasons("MlaRouter.run", None, device)
+    if not fresh:
+        reasons.values.append("plan must be the latest of its batch size (decode-only plans of one size share a buffer), got an older one")
+    reasons.rows("q", q, 3, (dense.dtype,))
+    if k is not None or v is not None or not only_decodes:
+        reasons.rows("k", k, 3, (dense.dtype,))
+        reasons.rows("v", v, 3, (dense.dtype,))
+    if reads or kv_cache is not None:
+        reasons.rows("kv_cache", kv_cache, 3, (paged.kv_dtype,))
+    reasons.stop()
+    tokens, heads = q.shape[0], dense.num_q_heads
+    reasons.shape("q", q, (-1, heads, dense.head_size))
+    if tokens < num_tokens:
+        reasons.values.append(f"q must hold the {num_tokens} tokens of the plan, got {tokens}")
+    if k is not None:
+        reasons.shape("k", k, (tokens, heads, dense.head_size))
+        reasons.shape("v", v, (tokens, heads, dense.v_head_size))
+    if kv_cache is not None:
+        reasons.shape("kv_cache", kv_cache, (-1, -1 if block_size is None else block_size, paged.head_size))
+        held = 0 if block_table is None else block_table.shape[1] * kv_cache.shape[1]
+        if reads > held:
+            reasons.values.append(f"block_table must hold {reads} tokens, got room for {held} in blocks of {kv_cache.shape[1]}")
+    reasons.out(out, (tokens, heads, dense.v_head_size))
+    reasons.descale("kv_descale", kv_descale, 1)
+    reasons.descale("rope_descale", rope_descale, 1)
+    reasons.done()
+    if kv_descale is not None or rope_descale is not None:
+        params = params._replace(kv_descale=kv_descale, rope_descale=rope_descale)
+    return None if kv_cache is None else latent_halves(kv_cache, paged.v_head_size), params
+
+
+def check_absorbed(q, problem: AttnProblem, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+    """What `absorb` gave back: one tensor, or a latent and a rope part."""
+    latent, rope = q if isinstance(q, tuple | list) and len(q) == 2 else (q, None)
+    reasons = Reasons("MlaRouter.run", latent)
+    reasons.rows("q from absorb", latent, 3, (problem.dtype,))
+    if rope is not None:
+        reasons.rows("rope part of q from absorb", rope, 3, (problem.dtype,))
+    reasons.stop()
+    width = problem.head_size if rope is None else problem.v_head_size
+    reasons.shape("q from absorb", latent, (num_tokens, problem.num_q_heads, width))
+    if rope is not None:
+        need = (num_tokens, problem.num_q_heads, problem.head_size - problem.v_head_size)
+        reasons.shape("rope part of q from absorb", rope, need)
+    reasons.done()
+    return latent, rope
