@@ -39,6 +39,11 @@ def compute_dtype(problem: AttnProblem) -> torch.dtype:
     return torch.float32 if interpreted and dtype is torch.bfloat16 else dtype
 
 
+def least_contraction(row: Row) -> int:
+    """What the contraction of a product is padded to at least: 16; 32 under kpack 2, where Triton 3.6 counts each product of 16 twice (gfx942)."""
+    return 16 * row.config.get("kpack", 1)
+
+
 def window(params: AttnParams) -> tuple[int, int]:
     """(left, right) with -1 as UNLIMITED and causal as right = 0."""
     left, right = params.window_size

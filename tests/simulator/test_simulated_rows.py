@@ -24,3 +24,22 @@ def test_every_row_is_right(name, kernel, record_property):
         record_property(row.where, f"{done.instructions} instructions, error {done.error:.2g} of {done.allowed:.2g}")
         wrong += [f"{row.where}, {case}: {reason}" for reason in done.reasons]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "kernel, layout, kv_dtype", [("prefill", "dense", ""), ("decode", "nhd", "fp8"), ("decode", "preshuffled", ""), ("decode", "preshuffled", "fp8")]
+)
+@pytest.mark.parametrize("name", ARCHES)
+def test_a_rest_of_sixteen_columns(name, kernel, layout, kv_dtype):
+    """Heads of 80 are 64 + 16, and Triton 3.6 counts a contraction of 16 twice under kpack 2 on gfx942: the row that serves them has to be safe from it."""
+    from tritonattn.simulator.rows import execute
+    from tritonattn.tuning import cases, codegen, table
+    from tritonattn.tuning.arch import by_name
+    from tritonattn.tuning.models import MODELS
+
+    case = cases.Case(kernel, MODELS["phi-2"], layout=layout, kv_dtype=kv_dtype)
+    watched, found = table.watch(by_name(name))
+    with codegen.capture(watched, dry=True):
+        cases.run(case, watched)
+    [row] = {row for asked, row in found if asked == kernel}
+    assert not execute(case, by_name(name), row).reasons

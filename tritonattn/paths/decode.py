@@ -18,7 +18,7 @@ from tritonattn.layouts import CacheView
 from tritonattn.paths import launch
 from tritonattn.paths.combine import run_combine, take_parts
 from tritonattn.paths.decode_wave import launch_wave
-from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, window
+from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, least_contraction, window
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnParams, AttnProblem, split_head_size
 from tritonattn.scratch import Scratch
@@ -335,6 +335,7 @@ def run_decode(
 def _static(row: Row, problem: AttnProblem) -> dict:
     d0, _, d1 = split_head_size(problem.head_size)
     v0, _, v1 = split_head_size(problem.v_head_size)
+    d1 = max(d1, least_contraction(row)) if d1 else 0
     tile = dict(row.constexprs)
     if row.config["form"] == "tile":
         halves = (torch.bfloat16, torch.float16)  # float32 queries would lose digits

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tritonattn.paths import launch
 from tritonattn.paths.combine import run_combine, take_parts
-from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, power_of_two
+from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, least_contraction, power_of_two
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnProblem, MlaParams, split_head_size
 from tritonattn.scratch import Scratch
@@ -267,8 +267,9 @@ def run_mla_decode(
 def _static(row: Row, problem: AttnProblem) -> dict:
     latent, rope = problem.v_head_size, problem.head_size - problem.v_head_size
     l0, _, l1 = split_head_size(latent)
+    l1 = max(l1, least_contraction(row)) if l1 else 0
     tile = {name: value for name, value in {"SCORES_ONCE": False, "TAIL_APART": False, **row.constexprs}.items() if name != "BLOCK_H"}
     return {
         "NUM_HEADS": problem.num_q_heads, "BLOCK_SIZE": problem.block_size, "L0": l0, "L1": l1, "LATENT": latent,
-        "R": power_of_two(max(rope, 16)), "ROPE": rope, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)], **tile,
+        "R": power_of_two(max(rope, least_contraction(row))), "ROPE": rope, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)], **tile,
     }  # fmt: skip

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tritonattn.paths import launch
-from tritonattn.plan import LOG2E, UNLIMITED, compute_dtype, prefill_row, window
+from tritonattn.plan import LOG2E, UNLIMITED, compute_dtype, least_contraction, prefill_row, window
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnParams, AttnProblem, split_head_size
 from tritonattn.tile import mask, seqlens, softmax
@@ -354,6 +354,7 @@ def run_pass(
 def _static(row: Row, problem: AttnProblem, dies: int) -> dict:
     d0, _, d1 = split_head_size(problem.head_size)
     v0, _, v1 = split_head_size(problem.v_head_size)
+    d1 = max(d1, least_contraction(row)) if d1 else 0
     if v1:
         v1 = max(v1, row.config.get("v_tail", v1))
     elif row.config.get("v_parts", 1) == 2:
