@@ -1,5 +1,6 @@
 """Every shipped row of the gfx942 and gfx950 tables, as machine code against float64: full and ragged tiles, poison where nothing may look."""
 
+import json
 import os
 
 import pytest
@@ -43,3 +44,31 @@ def test_a_rest_of_sixteen_columns(name, kernel, layout, kv_dtype):
         cases.run(case, watched)
     [row] = {row for asked, row in found if asked == kernel}
     assert not execute(case, by_name(name), row).reasons
+
+
+def test_check_executes_rows_and_refuses_wrong_ones(monkeypatch, capsys):
+    """The command line on the smallest table; then the same with a simulator that always finds something."""
+    from tritonattn import cli
+    from tritonattn.simulator import rows
+
+    monkeypatch.delenv("TRITONATTN_SIM", raising=False)
+    command = ["check", "--arch", "gfx942", "--kernel", "merge", "--execute", "--json"]
+    assert cli.main(command) == 0
+    out, err = capsys.readouterr()
+    assert "executed" in err and "off by" in err and json.loads(out)
+    monkeypatch.setattr(rows, "execute", lambda case, arch, row: rows.Execution(1.0, 0.1, 10, ["executed: wrong"]))
+    assert cli.main(command) == 1
+    assert "executed: wrong" in capsys.readouterr().out
+
+
+def test_a_row_that_does_not_fit_is_refused_by_name(monkeypatch):
+    from tritonattn.simulator import device
+    from tritonattn.simulator.rows import case_of, execute
+    from tritonattn.tuning import table
+    from tritonattn.tuning.arch import by_name
+
+    arch = by_name(ARCHES[0])
+    row = table.Row({}, {**table.rows("combine", arch)[-1].config, "BLOCK_S": 8}, {}, "a row of its own")  # compiled for this test alone
+    monkeypatch.setitem(device.DEVICES[arch.name], "max_shared_mem", 16)
+    reasons = execute(case_of("combine", row, arch), arch, row).reasons
+    assert reasons and "out of resource" in reasons[0]

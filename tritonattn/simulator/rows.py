@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 import tritonattn
 from tritonattn import layouts, reference
@@ -64,7 +65,7 @@ def execute(case: Case, arch: Arch, row: Row) -> Execution:
         for call, expected in _problems(case, arch, row, generator):
             try:
                 got = call()
-            except (SimulatorError, Unsupported) as problem:
+            except (SimulatorError, Unsupported, OutOfResources) as problem:
                 reasons.append(f"executed: {problem}")
                 continue
             for a, b in zip(got, expected, strict=True):

@@ -6,27 +6,9 @@ from .operands import integer_of, narrow, operand, register
 from .rules import handler, rule
 
 SIZES = {
-    "b8": 1,
-    "u8": 1,
-    "i8": 1,
-    "b16": 2,
-    "u16": 2,
-    "i16": 2,
-    "b32": 4,
-    "b64": 8,
-    "b96": 12,
-    "b128": 16,
-    "ubyte": 1,
-    "sbyte": 1,
-    "byte": 1,
-    "ushort": 2,
-    "sshort": 2,
-    "short": 2,
-    "dword": 4,
-    "dwordx2": 8,
-    "dwordx3": 12,
-    "dwordx4": 16,
-}
+    "b8": 1, "u8": 1, "i8": 1, "b16": 2, "u16": 2, "i16": 2, "b32": 4, "b64": 8, "b96": 12, "b128": 16,
+    "ubyte": 1, "sbyte": 1, "byte": 1, "ushort": 2, "sshort": 2, "short": 2, "dword": 4, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16,
+}  # fmt: skip
 _EXTENDS = {"i8": 1, "i16": 1, "sbyte": 1, "sshort": 1}
 
 

@@ -73,23 +73,9 @@ def _packed32(inst, line, m, maps):
 
 
 _PACKED16 = (
-    "add_f16",
-    "mul_f16",
-    "fma_f16",
-    "max_f16",
-    "min_f16",
-    "add_u16",
-    "sub_u16",
-    "mul_lo_u16",
-    "mad_u16",
-    "max_i16",
-    "min_i16",
-    "max_u16",
-    "min_u16",
-    "lshlrev_b16",
-    "lshrrev_b16",
-    "ashrrev_i16",
-)
+    "add_f16", "mul_f16", "fma_f16", "max_f16", "min_f16", "add_u16", "sub_u16", "mul_lo_u16", "mad_u16", "max_i16", "min_i16", "max_u16", "min_u16",
+    "lshlrev_b16", "lshrrev_b16", "ashrrev_i16",
+)  # fmt: skip
 
 
 @rule(r"v_pk_(" + "|".join(_PACKED16) + ")")
