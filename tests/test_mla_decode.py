@@ -191,6 +191,8 @@ def test_forms_of_the_kernel(device, switches):
     from tritonattn.tuning import arch, table
 
     base = arch.detect(device)
+    if "SCORES_ONCE" in switches and base.backend == "hip":
+        pytest.skip("Triton 3.6 cannot compile it for AMD")
     config = {"BLOCK_H": 16, "BLOCK_N": 16, "NUM_STAGES": 2, "num_warps": 4, "num_stages": 2, "form": "tile", "programs_per_cu": 1, **switches}
     with arch.assume(table.pin(base, mla_decode=config)):
         for block_size in (16, 24):
