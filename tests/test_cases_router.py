@@ -7,7 +7,7 @@ import torch
 
 import tritonattn
 from tests import cases
-from tritonattn.router import Kind
+from tritonattn.batch import Kind
 
 MIXED = [(1, 40), (1, 7), (30, 126), (20, 20)]  # decode, decode, extend, prefill
 

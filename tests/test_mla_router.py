@@ -8,7 +8,7 @@ import torch
 import tritonattn
 from tests import cases, mla_cases
 from tritonattn import reference
-from tritonattn.router import Kind
+from tritonattn.batch import Kind
 
 NOPE, ROPE, LATENT, V, HEADS = 32, 16, 64, 32, 3
 SCALE = 0.2

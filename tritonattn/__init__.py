@@ -10,7 +10,7 @@ _HOME = {
     "flash_attn_varlen_func": "mha", "extend_attention": "mha", "decode_attention": "mha", "merge_attn_states": "mha",
     "reshape_and_cache": "mha", "gather_cache": "mha",
     "mla_decode": "mla", "mla_extend": "mla", "mla_cache_write": "mla", "mla_gather_cache": "mla",
-    "MlaRouter": "mla_router", "Router": "router", "reorder_batch": "router", "classify": "router",
+    "MlaRouter": "mla_router", "Router": "router", "reorder_batch": "batch", "classify": "batch",
 }  # fmt: skip
 _MODULES = ("layouts", "reference")
 

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from tritonattn.batch import Kind, Plan
 from tritonattn.mla_router import MlaRouter
 from tritonattn.plan import prefill_row
 from tritonattn.problem import AttnProblem, short_name
-from tritonattn.router import Kind, Plan, Router
+from tritonattn.router import Router
 from tritonattn.tuning.arch import Arch, assume, by_name, detect
 from tritonattn.tuning.models import MODELS, Model, model
 from tritonattn.tuning.table import Row

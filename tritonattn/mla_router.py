@@ -14,9 +14,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tritonattn.batch import DecodeLaunch, Ints, Plan, Upload
 from tritonattn.checks import check_absorbed, check_mla_router, check_mla_run
 from tritonattn.problem import AttnProblem
-from tritonattn.router import ASSUMED_BLOCK_SIZE, DecodeLaunch, Ints, Plan, Router, _Upload, _with_index
+from tritonattn.router import ASSUMED_BLOCK_SIZE, Router, with_index
 
 Absorb = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
 UpProject = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -58,7 +59,7 @@ class MlaRouter(Router):
         kv_descale: float | Tensor | None = None, rope_descale: float | Tensor | None = None,
     ) -> None:  # fmt: skip
         kv_dtype = dtype if kv_dtype is None else kv_dtype
-        self.device = _with_index(torch.device(device))
+        self.device = with_index(torch.device(device))
         self.params, self.mla_params = check_mla_router(
             num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, self.device, kv_dtype, decode_threshold,
             chunk_tokens, block_size, softmax_scale, causal, kv_descale, rope_descale,
@@ -77,7 +78,7 @@ class MlaRouter(Router):
         self._start()
 
     def _decode_launch(
-        self, upload: _Upload, ids: NDArray[np.int64], query: Ints, seq: Ints, block_table: Tensor | None, fixed: bool
+        self, upload: Upload, ids: NDArray[np.int64], query: Ints, seq: Ints, block_table: Tensor | None, fixed: bool
     ) -> MlaDecodeLaunch:
         launch = super()._decode_launch(upload, ids, query, seq, block_table, fixed)
         starts = query.cumsum() - query

@@ -7,120 +7,23 @@ buffer, so requests may arrive in any order and no token is moved.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tritonattn.batch import DECODE, EXTEND, PREFILL, DecodeLaunch, ExtendLaunch, Ints, Plan, TileLaunch, Upload, classify
 from tritonattn.checks import check_plan, check_router, check_run
-from tritonattn.plan import MAX_SPLITS, ContextRow, DecodePlan, DecodeWork, decode_plan, prefill_row
+from tritonattn.plan import MAX_SPLITS, ContextRow, DecodeWork, decode_plan, prefill_row
 from tritonattn.problem import AttnProblem
 from tritonattn.scratch import Arena
 from tritonattn.tuning.arch import detect
 
-Ints = NDArray[np.int32]
 ASSUMED_BLOCK_SIZE = 16  # for looking up tuning rows where the router was not told the block size
 ROW_ALIGN = 16  # a request's part of the context row starts at a multiple of this, see paths.extend
 MIN_BLOCK_M = 16  # no kernel takes fewer query rows per tile
 REDUCTION_SHARE = 8  # a split reads at least this many times the bytes that merging it moves
-
-
-class Kind(IntEnum):
-    """The path of a request; the order of the values is that of `Plan.order`."""
-
-    DECODE = 0
-    EXTEND = 1
-    PREFILL = 2
-
-
-DECODE, EXTEND, PREFILL = (int(kind) for kind in Kind)  # an enum's member costs ten times an integer, at every use
-
-
-def classify(query_lens: Sequence[int] | Ints, context_lens: Sequence[int] | Ints, decode_threshold: int = 1) -> Ints:
-    """The `Kind` of each request: prefill without context, else decode up to ``decode_threshold`` query tokens, else extend."""
-    query, context = np.asarray(query_lens, np.int32), np.asarray(context_lens, np.int32)
-    kinds = (query > decode_threshold).astype(np.int32)  # DECODE or EXTEND
-    kinds[context == 0] = PREFILL
-    return kinds
-
-
-def reorder_batch(
-    query_lens: Sequence[int] | Ints, context_lens: Sequence[int] | Ints, decode_threshold: int = 1
-) -> list[tuple[int, int]]:
-    """Swaps ``(i, j)`` that, applied one after the other to every per-request list, order a batch as [decode : extend : prefill].
-
-    The order within a kind is kept. Empty for a batch that is in order already. A cycle of n misplaced requests takes n - 1
-    swaps; a request that is in its place is not touched.
-    """
-    order = np.argsort(classify(query_lens, context_lens, decode_threshold), kind="stable").tolist()
-    holder = list(range(len(order)))  # which request stands at a position
-    place = list(range(len(order)))  # and the reverse
-    swaps = []
-    for i, request in enumerate(order):
-        j = place[request]
-        if j != i:
-            swaps.append((i, j))
-            holder[j] = holder[i]
-            place[holder[j]] = j
-    return swaps
-
-
-@dataclass(frozen=True)
-class DecodeLaunch:
-    """The decode requests of a plan."""
-
-    plan: DecodePlan
-    num_seqs: int
-    max_seqlen_q: int
-    splits: Ints
-    """Parts that the keys of each are split into, longest sequence first."""
-    work: DecodeWork
-
-
-@dataclass(frozen=True)
-class TileLaunch:
-    """Requests of a plan as blocks of query rows."""
-
-    max_seqlen_q: int
-    num_tiles: int
-    tiles: Tensor
-    """[num_tiles, 2] int32: sequence, first row; those with most keys last, which is where kernels begin."""
-
-
-@dataclass(frozen=True)
-class ExtendLaunch(TileLaunch):
-    """And the cached keys that they need, laid end to end."""
-
-    row: ContextRow
-    row_length: int
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `Router.run` does for one batch: host data, and views of one device buffer."""
-
-    num_seqs: int
-    num_tokens: int
-    query_lens: Ints
-    seq_lens: Ints
-    kinds: Ints
-    """The `Kind` of each request."""
-    order: list[int]
-    """Request indices as [decode : extend : prefill], stable within each."""
-    decode: DecodeLaunch | None
-    extend: ExtendLaunch | None
-    prefill: TileLaunch | None
-    device_cu_seqlens_q: Tensor
-    device_seq_lens: Tensor
-    device_context_lens: Tensor
-    block_table: Tensor | None
-    max_cached_len: int
-    """Most tokens that a request reads from the cache, where new ones come as k and v."""
-    max_seq_len: int
-    version: int
 
 
 class Router:
@@ -154,7 +57,7 @@ class Router:
     ) -> None:  # fmt: skip
         v_head_size = head_size if v_head_size is None else v_head_size
         kv_dtype = dtype if kv_dtype is None else kv_dtype
-        self.device = _with_index(torch.device(device))
+        self.device = with_index(torch.device(device))
         self.params = check_router(
             num_q_heads, num_kv_heads, head_size, v_head_size, dtype, self.device, kv_layout, kv_dtype, decode_threshold,
             chunk_tokens, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale,
@@ -227,21 +130,21 @@ class Router:
         upload.send()
         return plan
 
-    def _begin_upload(self, batch: int, num_tokens: int, decode_only: bool) -> _Upload:
+    def _begin_upload(self, batch: int, num_tokens: int, decode_only: bool) -> Upload:
         """Room for every array of a plan: some per request, those of decode parts, those of tiles."""
         self._version += 1
         parts = batch * MAX_SPLITS if self.batch_invariant else batch + MAX_SPLITS
         room = 16 * (batch + 8) + 6 * (parts + 8)
         if not decode_only:
             room += self.decode_threshold * (batch + 8) + 6 * (num_tokens // MIN_BLOCK_M + batch)
-            return _Upload(torch.empty(room, dtype=torch.int32, device=self.device))
+            return Upload(torch.empty(room, dtype=torch.int32, device=self.device))
         self._latest[batch] = self._version
         if batch not in self._fixed:
             self._fixed[batch] = torch.empty(room, dtype=torch.int32, device=self.device)
-        return _Upload(self._fixed[batch])
+        return Upload(self._fixed[batch])
 
     def _decode_launch(
-        self, upload: _Upload, ids: NDArray[np.int64], query: Ints, seq: Ints, block_table: Tensor | None, fixed: bool
+        self, upload: Upload, ids: NDArray[np.int64], query: Ints, seq: Ints, block_table: Tensor | None, fixed: bool
     ) -> DecodeLaunch:
         """Cut the keys into parts of about equal length over the whole batch, as many as fill the device; longest requests first.
 
@@ -276,7 +179,7 @@ class Router:
         listed = DecodeWork(upload.put(items).view(-1, 3), len(items), upload.put(merges).view(-1, 3), len(merges))
         return DecodeLaunch(plan, len(ids), max_q, splits, listed)
 
-    def _tile_launch(self, upload: _Upload, problem: AttnProblem, ids: NDArray[np.int64], query: Ints, context: Ints) -> TileLaunch:
+    def _tile_launch(self, upload: Upload, problem: AttnProblem, ids: NDArray[np.int64], query: Ints, context: Ints) -> TileLaunch:
         queries = query[ids]
         max_q = self.chunk_tokens if self.batch_invariant else int(queries.max())
         block_m = prefill_row(self._arch, problem, max_q).config["BLOCK_M"]
@@ -288,7 +191,7 @@ class Router:
         by_keys = (tiles[:, 1] + context[tiles[:, 0]]).argsort(kind="stable")
         return TileLaunch(max_q, num_tiles, upload.put(tiles[by_keys]).view(-1, 2))
 
-    def _extend_launch(self, upload: _Upload, ids: NDArray[np.int64], query: Ints, context: Ints, end: Ints) -> ExtendLaunch:
+    def _extend_launch(self, upload: Upload, ids: NDArray[np.int64], query: Ints, context: Ints, end: Ints) -> ExtendLaunch:
         """Requests whose keys are cached up to ``end``; from the first on that a query sees."""
         tiles = self._tile_launch(upload, self.extended, ids, query, context)
         align = self.row_align
@@ -392,28 +295,7 @@ class Router:
         return out, lse
 
 
-class _Upload:
-    """Arrays laid one behind the other, in host memory and at the same places of a device buffer."""
-
-    def __init__(self, device: Tensor) -> None:
-        self._device = device
-        self._host = torch.empty(len(device), dtype=torch.int32, pin_memory=device.is_cuda)
-        self._array = self._host.numpy()
-        self._used = 0
-
-    def put(self, array: NDArray[np.integer]) -> Tensor:
-        """The place of the array on the device, 16-byte aligned; its values are there after `send`."""
-        begin, end = self._used, self._used + array.size
-        self._array[begin:end] = array.reshape(-1)
-        self._used = (end + 3) // 4 * 4
-        return self._device.narrow(0, begin, array.size)  # half the time of a slice
-
-    def send(self) -> None:
-        """One copy; the pinned memory is kept by its allocator until the copy is done."""
-        self._device[: self._used].copy_(self._host[: self._used], non_blocking=True)
-
-
-def _with_index(device: torch.device) -> torch.device:
+def with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

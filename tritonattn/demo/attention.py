@@ -7,9 +7,9 @@ from typing import Protocol
 import torch
 
 from tritonattn import Router, layouts, reshape_and_cache
+from tritonattn.batch import Kind
 from tritonattn.demo.scheduler import Blocks, Slice
 from tritonattn.demo.weights import Config
-from tritonattn.router import Kind
 
 
 class Attention(Protocol):

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonattn.batch import DecodeLaunch, ExtendLaunch, Ints, TileLaunch
 from tritonattn.layouts import CacheView
 from tritonattn.paths.decode import run_decode
 from tritonattn.paths.extend import context_row, run_extend
 from tritonattn.paths.prefill import run_prefill
 from tritonattn.problem import AttnParams
-from tritonattn.router import DecodeLaunch, ExtendLaunch, Ints, Router, TileLaunch
+from tritonattn.router import Router
 from tritonattn.scratch import Arena
 
 CHUNK_TOKENS = 32768  # cached tokens gathered at a time

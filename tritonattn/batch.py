@@ -1,0 +1,135 @@
+"""A batch as the router sees it: the kind of each request, the order of kinds, and the launches that a plan is made of.
+
+Host arithmetic alone; `Upload` is how its arrays reach the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tritonattn.plan import ContextRow, DecodePlan, DecodeWork
+
+Ints = NDArray[np.int32]
+
+
+class Kind(IntEnum):
+    """The path of a request; the order of the values is that of `Plan.order`."""
+
+    DECODE = 0
+    EXTEND = 1
+    PREFILL = 2
+
+
+DECODE, EXTEND, PREFILL = (int(kind) for kind in Kind)  # an enum's member costs ten times an integer, at every use
+
+
+def classify(query_lens: Sequence[int] | Ints, context_lens: Sequence[int] | Ints, decode_threshold: int = 1) -> Ints:
+    """The `Kind` of each request: prefill without context, else decode up to ``decode_threshold`` query tokens, else extend."""
+    query, context = np.asarray(query_lens, np.int32), np.asarray(context_lens, np.int32)
+    kinds = (query > decode_threshold).astype(np.int32)  # DECODE or EXTEND
+    kinds[context == 0] = PREFILL
+    return kinds
+
+
+def reorder_batch(
+    query_lens: Sequence[int] | Ints, context_lens: Sequence[int] | Ints, decode_threshold: int = 1
+) -> list[tuple[int, int]]:
+    """Swaps ``(i, j)`` that, applied one after the other to every per-request list, order a batch as [decode : extend : prefill].
+
+    The order within a kind is kept. Empty for a batch that is in order already. A cycle of n misplaced requests takes n - 1
+    swaps; a request that is in its place is not touched.
+    """
+    order = np.argsort(classify(query_lens, context_lens, decode_threshold), kind="stable").tolist()
+    holder = list(range(len(order)))  # which request stands at a position
+    place = list(range(len(order)))  # and the reverse
+    swaps = []
+    for i, request in enumerate(order):
+        j = place[request]
+        if j != i:
+            swaps.append((i, j))
+            holder[j] = holder[i]
+            place[holder[j]] = j
+    return swaps
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """The decode requests of a plan."""
+
+    plan: DecodePlan
+    num_seqs: int
+    max_seqlen_q: int
+    splits: Ints
+    """Parts that the keys of each are split into, longest sequence first."""
+    work: DecodeWork
+
+
+@dataclass(frozen=True)
+class TileLaunch:
+    """Requests of a plan as blocks of query rows."""
+
+    max_seqlen_q: int
+    num_tiles: int
+    tiles: Tensor
+    """[num_tiles, 2] int32: sequence, first row; those with most keys last, which is where kernels begin."""
+
+
+@dataclass(frozen=True)
+class ExtendLaunch(TileLaunch):
+    """And the cached keys that they need, laid end to end."""
+
+    row: ContextRow
+    row_length: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `Router.run` does for one batch: host data, and views of one device buffer."""
+
+    num_seqs: int
+    num_tokens: int
+    query_lens: Ints
+    seq_lens: Ints
+    kinds: Ints
+    """The `Kind` of each request."""
+    order: list[int]
+    """Request indices as [decode : extend : prefill], stable within each."""
+    decode: DecodeLaunch | None
+    extend: ExtendLaunch | None
+    prefill: TileLaunch | None
+    device_cu_seqlens_q: Tensor
+    device_seq_lens: Tensor
+    device_context_lens: Tensor
+    block_table: Tensor | None
+    max_cached_len: int
+    """Most tokens that a request reads from the cache, where new ones come as k and v."""
+    max_seq_len: int
+    version: int
+
+
+class Upload:
+    """Arrays laid one behind the other, in host memory and at the same places of a device buffer."""
+
+    def __init__(self, device: Tensor) -> None:
+        self._device = device
+        self._host = torch.empty(len(device), dtype=torch.int32, pin_memory=device.is_cuda)
+        self._array = self._host.numpy()
+        self._used = 0
+
+    def put(self, array: NDArray[np.integer]) -> Tensor:
+        """The place of the array on the device, 16-byte aligned; its values are there after `send`."""
+        begin, end = self._used, self._used + array.size
+        self._array[begin:end] = array.reshape(-1)
+        self._used = (end + 3) // 4 * 4
+        return self._device.narrow(0, begin, array.size)  # half the time of a slice
+
+    def send(self) -> None:
+        """One copy; the pinned memory is kept by its allocator until the copy is done."""
+        self._device[: self._used].copy_(self._host[: self._used], non_blocking=True)
