@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from tritonattn.integrations.vllm.selfcheck import describe
 from tritonattn.tuning.arch import detect
 from tritonattn.tuning.table import folders, load
 
@@ -20,10 +21,11 @@ TESTED_TRITON = ((3, 6), (3, 10))  # from, below; as in pyproject.toml
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--vllm", action="store_true", help="import vLLM and ask it which attention classes it takes")
 
 
 def run(args: argparse.Namespace) -> int:
-    facts = collect()
+    facts = collect(load_vllm=args.vllm)
     if args.json:
         print(json.dumps(facts, indent=2))
         return 0
@@ -40,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def collect() -> dict[str, Any]:
+def collect(load_vllm: bool = False) -> dict[str, Any]:
     """The facts as a JSON-ready mapping; ``notes`` are sentences on what is missing or untested."""
     notes: list[str] = []
     facts: dict[str, Any] = {
@@ -49,6 +51,7 @@ def collect() -> dict[str, Any]:
     }
     facts |= _torch(notes)
     facts |= _triton(notes)
+    facts |= describe(notes, load_vllm)
     facts["tables"] = {}
     try:
         for folder in reversed(folders()):  # a table of the user's own stands before the library's

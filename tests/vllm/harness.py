@@ -59,7 +59,7 @@ def v1_order(requests, threshold=1):
     return sorted(requests, key=lambda r: 0 if r[0] <= threshold else 1 if r[1] > r[0] else 2)
 
 
-def attention(q, k, v, scale, *, causal=True, window=None, softcap=0.0, slopes=None, sinks=None, two_sided=False):
+def attention(q, k, v, scale, *, causal=True, window=None, softcap=0.0, slopes=None, sinks=None, two_sided=False, chunk=None):
     """One sequence in float64: q [n, Hq, D] are the last queries over k, v [m, Hkv, D]."""
     group = q.shape[1] // k.shape[1]
     k, v = k.double().repeat_interleave(group, 1), v.double().repeat_interleave(group, 1)
@@ -72,6 +72,8 @@ def attention(q, k, v, scale, *, causal=True, window=None, softcap=0.0, slopes=N
     hidden = distance > 0 if causal else torch.zeros_like(distance, dtype=torch.bool)
     if window is not None:
         hidden = hidden | (distance <= -window) | (two_sided & (distance >= window))
+    if chunk is not None:  # only keys of the query's own chunk of positions
+        hidden = hidden | (torch.arange(len(k))[None] < (torch.arange(len(k) - len(q), len(k)) // chunk * chunk)[:, None])
     s = s.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         s = torch.cat([s, sinks.double()[:, None, None].expand(-1, len(q), 1)], -1)
@@ -132,7 +134,7 @@ class Layer:
     def tokens(self, count, heads):
         return torch.randn(count, heads, self.head_size).to(self.dtype)
 
-    def step(self, requests, *, causal=True, keys=True, built=None, **kwargs):
+    def step(self, requests, *, causal=True, keys=True, built=None, chunk=None, **kwargs):
         """Writes contexts, then new tokens; returns (out, expected) for the tokens of the requests (query, sequence lengths)."""
         query_lens, seq_lens = [r[0] for r in requests], [r[1] for r in requests]
         table = self.table(seq_lens)
@@ -145,7 +147,7 @@ class Layer:
             q.append(new_q), k.append(new_k[context:]), v.append(new_v[context:]), slots.append(self.slots(row, context, seq))
             expected.append(attention(
                 new_q, new_k, new_v, self.head_size**-0.5, causal=causal, window=self.window, softcap=self.softcap, slopes=self.slopes,
-                sinks=self.sinks,
+                sinks=self.sinks, chunk=chunk,
             ))  # fmt: skip
         meta = common(query_lens, seq_lens, table, torch.cat(slots), causal=causal, **kwargs)
         self.metadata = self.builder.build(0, meta) if built is None else built(self.builder, meta)

@@ -117,3 +117,16 @@ def test_default_layout_follows_the_device(monkeypatch, arch, layout):
     monkeypatch.delenv("TRITONATTN_VLLM_KV_LAYOUT", raising=False)
     monkeypatch.setenv("TRITONATTN_ARCH", arch)
     assert chosen() == layout
+
+
+def test_info_says_what_vllm_uses(monkeypatch):
+    from tritonattn.integrations.vllm import selfcheck
+
+    notes = []
+    assert selfcheck.describe(notes, load=False)["vllm attention"][0].startswith(f"TRITON_ATTN: {plugin.MHA}") and not notes
+    assert selfcheck.describe(notes, load=True)["vllm attention"] == [f"TRITON_ATTN: {plugin.MHA}, seen", f"TRITON_MLA: {plugin.MLA}, seen"]
+    monkeypatch.setenv("VLLM_PLUGINS", "others")
+    assert "VLLM_PLUGINS=others" in selfcheck.describe(notes, load=False)["vllm attention"][0] and "its own" in notes[0]
+    monkeypatch.delenv("VLLM_PLUGINS")
+    monkeypatch.setattr(plugin, "TESTED", ("0.1",))
+    assert "not with 0.33.0" in selfcheck.describe(notes, load=False)["vllm attention"][1]

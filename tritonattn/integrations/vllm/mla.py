@@ -67,7 +67,7 @@ class MetadataBuilder(common.MLACommonMetadataBuilder):
             ends = torch.zeros(2 * len(lengths) + 1, dtype=torch.int32, pin_memory=torch.device(self.device).type == "cuda")
             torch.cumsum(lengths, 0, dtype=torch.int32, out=ends[1 : len(lengths) + 1])
             ends = ends.to(self.device, non_blocking=True)
-            context.row = ContextRow(ends[len(lengths) + 1 :].zero_(), context.context_lens, ends[: len(lengths) + 1])
+            context.row = ContextRow(ends[len(lengths) + 1 :], context.context_lens, ends[: len(lengths) + 1])
         return metadata
 
 
