@@ -18,7 +18,7 @@ from vllm.v1.attention.backends import triton_attn as stock
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from tritonattn.checks import HEAD_SIZE_STEP, MAX_HEAD_SIZE, MIN_HEAD_SIZE
+from tritonattn.checks.reasons import HEAD_SIZE_STEP, MAX_HEAD_SIZE, MIN_HEAD_SIZE
 from tritonattn.integrations.vllm import layout
 from tritonattn.integrations.vllm.batch import CHUNK_TOKENS, Batch, BatchPlan, Kind, Planner
 from tritonattn.layouts import CacheView

@@ -19,7 +19,8 @@ from vllm.v1.attention.backends.mla import triton_mla as stock
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from tritonattn import layouts
-from tritonattn.checks import HEAD_SIZE_STEP, LATENT_STEP, MAX_HEAD_SIZE, MAX_LATENT, MAX_ROPE
+from tritonattn.checks.mla import LATENT_STEP, MAX_LATENT, MAX_ROPE
+from tritonattn.checks.reasons import HEAD_SIZE_STEP, MAX_HEAD_SIZE
 from tritonattn.integrations.vllm.batch import scratch
 from tritonattn.paths.cache import run_gather, run_write
 from tritonattn.paths.mla_decode import run_mla_decode
