@@ -1,7 +1,7 @@
 """The public ops of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434): check, plan, run.
 
 The cache holds one row per token for all heads, `latent` columns (`kv_lora_rank`, 512) beside `rope` columns (64); any two multiples of
-16 up to 512 and 128. Words and units are those of `mha`, and further:
+16, from 32 to 512 and from 16 to 128. Words and units are those of `mha`, and further:
 
 - Absorbed (decode): queries are in the latent space, K is the cached row, V its latent columns. `softmax_scale` has no default: it
   belongs to the head size before absorption (192), which the cached width does not tell.

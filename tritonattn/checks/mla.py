@@ -10,7 +10,7 @@ from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, INT32, INTS, Reaso
 from tritonattn.layouts import CacheView
 from tritonattn.problem import AttnParams, AttnProblem, MlaParams
 
-MAX_LATENT, MAX_ROPE, LATENT_STEP = 512, 128, 16
+MIN_LATENT, MAX_LATENT, MIN_ROPE, MAX_ROPE, LATENT_STEP = 32, 512, 16, 128, 16
 
 
 def check_mla_decode(
@@ -170,9 +170,9 @@ def check_mla_gather(
 
 def latent_sizes(reasons: Reasons, kv_lora_rank: int, width: int) -> None:
     """The split of a cached row into latent and rope columns."""
-    for name, size, most in (("latent", kv_lora_rank, MAX_LATENT), ("rope", width - kv_lora_rank, MAX_ROPE)):
-        if type(size) is int and (size % LATENT_STEP or not LATENT_STEP <= size <= most):
-            need = f"a multiple of {LATENT_STEP} from {LATENT_STEP} to {most}"
+    for name, size, least, most in (("latent", kv_lora_rank, MIN_LATENT, MAX_LATENT), ("rope", width - kv_lora_rank, MIN_ROPE, MAX_ROPE)):
+        if type(size) is int and (size % LATENT_STEP or not least <= size <= most):
+            need = f"a multiple of {LATENT_STEP} from {least} to {most}"
             reasons.values.append(f"{name} columns of kv_cache must be {need}, got {size} (kv_lora_rank {kv_lora_rank} of {width})")
 
 
