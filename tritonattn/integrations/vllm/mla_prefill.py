@@ -32,13 +32,10 @@ class PrefillBackend(MLAPrefillBackend):
         return self._attend(q, k, v, starts, longest, starts, longest, True, out, return_softmax_lse)
 
     def run_prefill_context_chunk(self, chunk: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        result = self._attend(
-            q, k, v, chunk.query_start_loc, int(chunk.max_query_len), chunk.cu_seq_lens, int(chunk.max_seq_len), False, out, True
-        )
-        assert isinstance(result, tuple)
-        return result
+        starts_q, starts_k = chunk.query_start_loc, chunk.cu_seq_lens
+        return self._attend(q, k, v, starts_q, int(chunk.max_query_len), starts_k, int(chunk.max_seq_len), False, out, True)
 
-    def _attend(self, q, k, v, starts_q, longest_q, starts_k, longest_k, causal, out, return_lse) -> Tensor | tuple[Tensor, Tensor]:
+    def _attend(self, q, k, v, starts_q, longest_q, starts_k, longest_k, causal, out, return_lse) -> Any:
         if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise NotImplementedError(f"queries must be 16 or 32 bits wide, got {q.dtype}")
         return flash_attn_varlen_func(
