@@ -15,7 +15,7 @@ import tempfile
 
 u8, u16, u32, u64, i32, i64 = ctypes.c_uint8, ctypes.c_uint16, ctypes.c_uint32, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int64
 NONE, SGPR, VGPR, CONST = range(4)
-CLAMP, WRITE_HI, IS_SDWA, IS_DPP, DST_PAD = 1, 2, 4, 8, 16
+CLAMP, IS_SDWA, IS_DPP, DST_PAD = 1, 2, 4, 8
 FAULTS = ("ok", "memory", "lds bounds", "undefined value", "missing wait", "race", "runaway", "trap")
 _SOURCE = pathlib.Path(__file__).parent / "executor"
 # No contraction: v_mul then v_add rounds twice; v_fma is fmaf.
@@ -67,8 +67,14 @@ class Outcome(ctypes.Structure):
 
 
 def _cache_folder():
+    """Where built executors are kept: the user's cache, else a folder for this process alone."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    return pathlib.Path(base) / "tritonattn"
+    folder = pathlib.Path(base) / "tritonattn"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = pathlib.Path(tempfile.mkdtemp(prefix="tritonattn-"))
+    return folder
 
 
 @functools.cache
@@ -83,7 +89,6 @@ def library():
         digest.update(path.read_bytes())
     target = _cache_folder() / f"simulator-{digest.hexdigest()[:16]}.so"
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             built = pathlib.Path(folder) / target.name
             run = subprocess.run(

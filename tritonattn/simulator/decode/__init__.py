@@ -40,7 +40,7 @@ def _lanes(inst, line, form, result_kind):
 
 
 def _sub_dword(inst, line):
-    """SDWA selections, or op_sel of a 16-bit instruction."""
+    """SDWA: which part of each source is taken, and which part of the destination is written."""
     mods = line.modifiers
     if line.encoding == "sdwa":
         inst.flags |= IS_SDWA

@@ -1,6 +1,5 @@
 // Instructions between lanes, masks and scalars: comparisons, selection, carries, division steps, packed pairs, lane moves.
 
-#define COMPARE_TYPES(_, OP, expr) _(OP##_f32, f, expr) _(OP##_u32, u, expr) _(OP##_i32, i, expr)
 #define COMPARES(_) \
     _(v_cmp_lt_f32, v_ff, a < b) _(v_cmp_le_f32, v_ff, a <= b) _(v_cmp_gt_f32, v_ff, a > b) _(v_cmp_ge_f32, v_ff, a >= b) \
     _(v_cmp_eq_f32, v_ff, a == b) _(v_cmp_lg_f32, v_ff, a < b || a > b) _(v_cmp_neq_f32, v_ff, !(a == b)) \
@@ -34,14 +33,14 @@ static Shadow read_wide(Wave *w, const Operand *o, char type, Lanes *s, u32 buf[
     return t;
 }
 
-// A comparison writes one bit a lane; inactive lanes get 0.
+// A comparison writes one bit a lane; inactive lanes get 0. imm[0]: 16 where only the low halves are compared.
 static void run_compare(Wave *w, const Inst *i, LaneFn fn, const char *form) {
     u32 buf[2][2][LANES], r[LANES]; Lanes s[2];
     Shadow t = join(read_wide(w, &i->src[0], form[2], &s[0], buf[0]), read_wide(w, &i->src[1], form[3], &s[1], buf[1]));
     fn(s, NULL, r, NULL);
     u64 m = 0, e = exec_of(w);
     EACH_LANE(l) m |= (u64)(r[l] & 1) << l;
-    u64 used = strstr(form, "uu") && i->imm[0] == 16 ? t.lo : t.lo | t.hi;
+    u64 used = i->imm[0] == 16 ? t.lo : t.lo | t.hi;
     write_mask(w, &i->dst[0], m & e, used & e);
 }
 

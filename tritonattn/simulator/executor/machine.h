@@ -32,7 +32,7 @@ typedef struct { u8 kind, count, neg, abs, half /* 16-bit modifiers */, sel, sex
 typedef struct { u8 source[LANES]; u64 valid, enabled; u32 bound_ctrl, pad; } LaneMap;   // DPP and swizzle: lane l reads lane source[l]
 typedef struct Inst Inst;
 struct Inst { i32 op; u32 flags; Operand dst[2]; Operand src[4]; i64 imm[4]; i32 map, line; };
-enum Flag { CLAMP = 1, WRITE_HI = 2, IS_SDWA = 4, IS_DPP = 8, DST_PAD = 16 };
+enum Flag { CLAMP = 1, IS_SDWA = 2, IS_DPP = 4, DST_PAD = 8 };
 
 typedef struct { u64 lo, hi; } Shadow;      // one bit a lane: the low / high 16 bits of that lane are undefined
 static const Shadow DEFINED = {0, 0};
@@ -56,8 +56,6 @@ typedef struct {
 } Wave;
 
 typedef struct { u64 start, end; i32 writable, pad; } Range;
-typedef struct { char name[32]; char form[16]; } Listing;
-
 typedef struct {
     const Inst *code; u32 length; const LaneMap *maps;
     const Range *ranges; u32 range_count;

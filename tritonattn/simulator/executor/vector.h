@@ -295,7 +295,7 @@ static void run_lanes(Wave *w, const Inst *i, LaneFn fn, const char *form, int r
         return;
     }
     if (i->flags & CLAMP) EACH_LANE(l) lo[l] = bits(clamped(flt(lo[l])));
-    if (i->flags & (IS_SDWA | WRITE_HI) && d->sel) {      // only part of the destination; the rest is kept, or cleared under UNUSED_PAD
+    if (i->flags & IS_SDWA && d->sel) {      // only part of the destination; the rest is kept, or cleared under UNUSED_PAD
         u32 shift = d->sel >= 5 ? 16 * (d->sel - 5) : 8 * (d->sel - 1), m = (d->sel >= 5 ? 0xFFFFu : 0xFFu) << shift;
         int pad = i->flags & DST_PAD; Shadow k = w->v_undef[d->index];
         settled(w, d->index);
