@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,9 +24,15 @@ def test_each_block_has_a_language_that_is_run():
     assert {language for language, _ in BLOCKS} == {"python", "sh"}
 
 
-def test_python_blocks_run_one_after_another():
+@pytest.mark.parametrize("where", ["here", "gfx942", "gfx950"])
+def test_python_blocks_run_one_after_another(where):
+    if where == "here":
+        env = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
+    elif torch.cuda.is_available() or not shutil.which("cc"):
+        pytest.skip("the simulator runs CPU tensors and is built with cc")
+    else:
+        env = os.environ | {"TRITON_INTERPRET": "0", "TRITONATTN_SIM": where}
     code = "\n".join(body for language, body in BLOCKS if language == "python")
-    env = os.environ | ({} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"})
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "[1, 2, 0]"
