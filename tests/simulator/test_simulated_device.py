@@ -56,3 +56,42 @@ def test_a_byte_too_far_is_a_fault(arch):
     x, y, out = torch.randn(1000), torch.randn(999), torch.empty(1000)
     with pytest.raises(SimulatorError, match=r"memory at .*bytes past the end of a tensor of 3996 bytes"):
         kernels.add[(4,)](x, y, out, 1000, BLOCK=256)
+
+
+def test_neither_the_order_of_waves_nor_stale_registers_change_a_bit(arch):
+    """Waves of a workgroup in descending order between barriers; registers and LDS that start as 0 or as NaN; workgroups over two threads."""
+    from tritonattn.simulator.device import launches_go_to
+
+    q, k, v = (torch.randn(n, 64, dtype=torch.bfloat16) for n in (37, 101, 101))
+    results = []
+    for options in ({}, {"reverse": True}, {"poison": 0}, {"threads": 2}):
+        out, lse = torch.full_like(q, math.nan), torch.full((37,), math.nan)
+
+        def run(program, arguments, memory, grid, metadata, options=options):
+            program.run(arguments, memory, grid, metadata.num_warps, metadata.shared, **options)
+
+        with launches_go_to(run):
+            kernels.attend[(2,)](q, k, v, out, lse, 0.18, 37, 101, BM=32, BN=32, D=64, num_warps=4)
+        results.append((out, lse))
+    for out, lse in results[1:]:
+        assert torch.equal(out, results[0][0]) and torch.equal(lse, results[0][1])
+
+
+def test_a_kernel_that_is_too_large_never_launches(arch, little_lds):
+    from triton.runtime.errors import OutOfResources
+
+    a = torch.randn(128, 128, dtype=torch.bfloat16)
+    with pytest.raises(OutOfResources, match="shared memory"):
+        kernels.matmul[(1, 1)](a, a, torch.empty(128, 128), 128, 128, 128, BM=128, BN=128, BK=64)
+
+
+@pytest.mark.parametrize("grid", [(0,), (1, 0, 1)])
+def test_an_empty_grid_does_nothing(arch, grid):
+    out = torch.full((8,), 3.0)
+    kernels.add[grid](out, out, out, 8, BLOCK=256)
+    assert (out == 3).all()
+
+
+def test_tensors_elsewhere_are_refused(arch):
+    with pytest.raises(TypeError, match="CPU tensors"):
+        kernels.add[(1,)](*(torch.empty(8, device="meta") for _ in range(3)), 8, BLOCK=256)

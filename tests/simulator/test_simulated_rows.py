@@ -61,14 +61,12 @@ def test_check_executes_rows_and_refuses_wrong_ones(monkeypatch, capsys):
     assert "executed: wrong" in capsys.readouterr().out
 
 
-def test_a_row_that_does_not_fit_is_refused_by_name(monkeypatch):
-    from tritonattn.simulator import device
+def test_a_row_that_does_not_fit_is_refused_by_name(little_lds):
     from tritonattn.simulator.rows import case_of, execute
     from tritonattn.tuning import table
     from tritonattn.tuning.arch import by_name
 
     arch = by_name(ARCHES[0])
     row = table.Row({}, {**table.rows("combine", arch)[-1].config, "BLOCK_S": 8}, {}, "a row of its own")  # compiled for this test alone
-    monkeypatch.setitem(device.DEVICES[arch.name], "max_shared_mem", 16)
     reasons = execute(case_of("combine", row, arch), arch, row).reasons
     assert reasons and "out of resource" in reasons[0]
