@@ -41,7 +41,7 @@ def test_fp8_cache(layout):
     layer = Layer(kv_cache_dtype="fp8")
     out, expected = layer.step(v2_order(MIXED))
     close(out, expected, atol=0.1, rtol=0.1)
-    assert layer.metadata.batch.plan(layer.impl._kind, layer.impl).decode is not None
+    assert layer.metadata.batch.plan(layer.impl._kind[1], layer.impl).decode is not None
 
 
 @pytest.mark.parametrize("feature", [
@@ -85,9 +85,9 @@ def test_graph_padding(layout):
     """A padded decode-only batch, and the buffers that a captured graph reads at the next one."""
     layer = Layer()
     close(*layer.step([(1, 33), (1, 70), (1, 1)], padded_to=5))
-    first = layer.metadata.batch.plan(layer.impl._kind, layer.impl)
+    first = layer.metadata.batch.plan(layer.impl._kind[1], layer.impl)
     close(*layer.step([(1, 4), (1, 120), (1, 2), (1, 50)], padded_to=5))
-    second = layer.metadata.batch.plan(layer.impl._kind, layer.impl)
+    second = layer.metadata.batch.plan(layer.impl._kind[1], layer.impl)
     one, two = first.decode.work, second.decode.work
     assert one.items.data_ptr() == two.items.data_ptr() and one.merges.data_ptr() == two.merges.data_ptr()
     assert (one.num_items, one.num_merges, first.decode.plan) == (two.num_items, two.num_merges, second.decode.plan)

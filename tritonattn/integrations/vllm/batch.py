@@ -84,9 +84,11 @@ class Batch:
         self._plans = {kind: planner.lay_out(self) for kind, planner in planners.items()}
 
     def plan(self, kind: Kind, impl: Any) -> BatchPlan:
-        """The plan for layers of this kind. The first one ever seen makes a planner, which later batches use from the start."""
+        """The plan for layers of this kind. A kind that the builder did not foresee gets a planner here, which later batches start with."""
         plan = self._plans.get(kind)
         if plan is None:
+            if self.device_seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise RuntimeError("a graph cannot be captured before a layer of its kind has run once: no later plan would reach it")
             planner = self._planners.setdefault(kind, self._create(kind, impl))
             plan = self._plans[kind] = planner.lay_out(self)
         return plan

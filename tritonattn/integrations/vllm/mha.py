@@ -44,6 +44,12 @@ class MetadataBuilder(stock.TritonAttentionMetadataBuilder):
         self.supports_draft_decode_metadata_update = False  # a plan is host work
         self._threshold = max_decode_query_len(vllm_config)
         self._planners: dict[Kind, Planner] = {}
+        layers = vllm_config.compilation_config.static_forward_context
+        for impl in {id(impl): impl for name in layer_names if isinstance(impl := getattr(layers.get(name), "impl", None), Impl)}.values():
+            if not impl.stock_reasons and impl.attn_type not in ENCODERS:
+                kind = impl.kind(vllm_config.model_config.dtype, impl.attn_type != AttentionType.ENCODER_DECODER, False)
+                if kind not in self._planners:
+                    self._planners[kind] = self._planner(kind, impl)
 
     def _planner(self, kind: Kind, impl: Impl) -> Planner:
         return Planner(kind, impl, torch.device(self.device), self.block_size, self._threshold, envs.VLLM_BATCH_INVARIANT)
@@ -96,7 +102,7 @@ class Impl(stock.TritonAttentionImpl):
         self._slopes: Tensor | None = None
         self._seen: Tensor | None = None
         self._view: CacheView | None = None
-        self._kind: Kind | None = None
+        self._kind: tuple[tuple, Kind] | None = None
         softcap = float(self.logits_soft_cap)
         self.params = AttnParams(self.scale, True, self.sliding_window, softcap, None, self.sinks)
 
@@ -167,19 +173,24 @@ class Impl(stock.TritonAttentionImpl):
         if self._fp8:
             params = params._replace(k_descale=layer._k_scale, v_descale=layer._v_scale)
         cache = self._cache(kv_cache)
-        plan = self._plan(attn_metadata.batch, query.dtype, cache, causal, key is None or value is None)
+        plan = self._plan(attn_metadata.batch, query.dtype, causal, key is None or value is None)
         plan.planner.launch(plan, attn_metadata.batch, params, query, key, value, cache, output)
         return output
 
-    def _plan(self, batch: Batch, dtype: torch.dtype, cache: CacheView, causal: bool, without_keys: bool) -> BatchPlan:
+    def kind(self, dtype: torch.dtype, causal: bool, without_keys: bool) -> Kind:
+        """What this layer needs of a plan, for queries of this dtype."""
         cached_only = without_keys or self.kv_sharing_target_layer_name is not None or self.attn_type == AttentionType.ENCODER_DECODER
-        kind = self._kind
-        if kind is None or (kind.causal, kind.cached_only, kind.dtype) != (causal, cached_only, dtype):
-            kind = self._kind = Kind(
-                self.num_heads, self.num_kv_heads, self.head_size, dtype, cache.layout, cache.k.dtype, self.sliding_window,
-                self.params.softcap, self.alibi_slopes is not None, self.sinks is not None, causal, cached_only,
-            )  # fmt: skip
-        return batch.plan(kind, self)
+        return Kind(
+            self.num_heads, self.num_kv_heads, self.head_size, dtype, "hnd" if self.kv_layout == "packed" else "preshuffled",
+            self.fp8_dtype if self._fp8 else dtype, self.sliding_window, self.params.softcap, self.alibi_slopes is not None,
+            self.sinks is not None, causal, cached_only,
+        )  # fmt: skip
+
+    def _plan(self, batch: Batch, dtype: torch.dtype, causal: bool, without_keys: bool) -> BatchPlan:
+        key = (dtype, causal, without_keys)
+        if self._kind is None or self._kind[0] != key:
+            self._kind = (key, self.kind(*key))
+        return batch.plan(self._kind[1], self)
 
     def _encode(self, params: AttnParams, query: Tensor, key: Tensor, value: Tensor, attn_metadata: Metadata, output: Tensor) -> Tensor:
         """Attention over the tokens at hand, no cache."""
