@@ -68,15 +68,17 @@ def distance(got, want):
 
 def redundant(lines, k):
     """Why nothing can notice that instruction `k` is gone, or None."""
-    name, after = lines[k].name, [line.name for line in lines[k : k + 16]]
+    name, before, near = lines[k].name, lines[max(0, k - 16) : k], lines[max(0, k - 16) : k + 16]
     if name == "s_waitcnt":
         return "another wait comes before every use"
     if name.startswith("s_load"):
         return "a length or argument that decides nothing in this case"
     if name == "s_barrier":
         return "waves exchange nothing across it: each reads back what it wrote itself"
-    if name.startswith("ds_") and any(n.startswith(("v_max_f32", "v_max3_f32")) for n in after + [line.name for line in lines[max(0, k - 16) : k]]):
+    if name.startswith("ds_") and any(line.name.startswith(("v_max_f32", "v_max3_f32")) for line in near):
         return "the running maximum: any value near it gives the same result"
+    if name == "ds_bpermute_b32" and any(line.name == "v_cndmask_b32" and line.operands[1:3] == ["0", "-1"] for line in before):
+        return "which heads exist, moved to other lanes: here all do"
     return None
 
 
