@@ -7,9 +7,10 @@ import os
 from importlib import import_module
 
 _HOME = {
-    "flash_attn_varlen_func": "mha", "extend_attention": "mha", "decode_attention": "mha", "merge_attn_states": "mha",
-    "reshape_and_cache": "mha", "gather_cache": "mha",
-    "mla_decode": "mla", "mla_extend": "mla", "mla_cache_write": "mla", "mla_gather_cache": "mla",
+    "flash_attn_varlen_func": "torch_ops", "extend_attention": "torch_ops", "decode_attention": "torch_ops",
+    "merge_attn_states": "torch_ops", "reshape_and_cache": "torch_ops", "gather_cache": "mha",
+    "mla_decode": "torch_ops", "mla_cache_write": "torch_ops", "mla_extend": "mla", "mla_gather_cache": "mla",
+    "cp_decode_attention": "context_parallel", "cp_mla_decode": "context_parallel",
     "MlaRouter": "mla_router", "Router": "router", "reorder_batch": "batch", "classify": "batch",
 }  # fmt: skip
 _MODULES = ("layouts", "reference")
