@@ -28,14 +28,22 @@ def calls(device):
     latent = torch.randn(4, 16, 48, device=device)
     lse = torch.randn(6, 2, device=device)
     number = torch.tensor([2.0], device=device)
+    prefill = {"cu_seqlens_q": ints(device, 0, 2), "cu_seqlens_k": ints(device, 0, 2), "max_seqlen_q": 2, "max_seqlen_k": 2}
+    cached = {"seqused_k": ints(device, 20, 7), "block_table": table, "max_seqlen_k": 20}
+    context = {"context_lens": ints(device, 20, 7), "block_table": table, "max_context_len": 20}
+    pair = torch.randn(2, 3, 32, device=device), torch.randn(2, 3, 16, device=device)
+    rows = torch.randn(2, 32, device=device), torch.randn(2, 16, device=device)
     return {
-        "flash_attn_varlen_func": ((q, new, new), {"cu_seqlens_q": ints(device, 0, 2), "cu_seqlens_k": ints(device, 0, 2), "max_seqlen_q": 2, "max_seqlen_k": 2, "causal": True}),
-        "decode_attention": ((q, k_cache, v_cache), {"seqused_k": ints(device, 20, 7), "block_table": table, "max_seqlen_k": 20, "k_descale": number, "v_descale": 0.5}),
-        "extend_attention": ((q, new, new, k_cache, v_cache), {"cu_seqlens_q": ints(device, 0, 1, 2), "context_lens": ints(device, 20, 7), "block_table": table, "max_seqlen_q": 1, "max_context_len": 20, "window_size": (9, -1)}),
-        "mla_decode": (((torch.randn(2, 3, 32, device=device), torch.randn(2, 3, 16, device=device)), latent), {"seqused_k": ints(device, 20, 7), "block_table": table, "max_seqlen_k": 20, "softmax_scale": 0.2, "kv_lora_rank": 32}),
+        "flash_attn_varlen_func": ((q, new, new), {**prefill, "causal": True}),
+        "decode_attention": ((q, k_cache, v_cache), {**cached, "k_descale": number, "v_descale": 0.5}),
+        "extend_attention": (
+            (q, new, new, k_cache, v_cache),
+            {**context, "cu_seqlens_q": ints(device, 0, 1, 2), "max_seqlen_q": 1, "window_size": (9, -1)},
+        ),
+        "mla_decode": ((pair, latent), {**cached, "softmax_scale": 0.2, "kv_lora_rank": 32}),
         "merge_attn_states": ((q.contiguous(), lse, torch.randn_like(q), lse + 1), {}),
         "reshape_and_cache": ((new, new, k_cache, v_cache, torch.tensor([3, -1], device=device)), {"k_descale": number}),
-        "mla_cache_write": ((torch.randn(2, 32, device=device), torch.randn(2, 16, device=device), latent, torch.tensor([3, 60], device=device)), {}),
+        "mla_cache_write": ((*rows, latent, torch.tensor([3, 60], device=device)), {}),
     }  # fmt: skip
 
 
