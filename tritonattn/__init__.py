@@ -21,6 +21,8 @@ __all__ = [*_HOME, *_MODULES]
 def __getattr__(name: str):
     if name in _HOME:
         value = getattr(import_module(f"tritonattn.{_HOME[name]}"), name)
+        if os.environ.get("TRITONATTN_LOG") and callable(value) and not isinstance(value, type):
+            value = import_module("tritonattn.log").traced(value)
     elif name in _MODULES:
         value = import_module(f"tritonattn.{name}")
     else:

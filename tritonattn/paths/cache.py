@@ -182,7 +182,7 @@ def run_write(
                 cache.stride_v_block // vec_cache, cache.stride_v_token // vec_cache, cache.stride_v_head // vec_cache,
                 k_scale.stride, v_scale.stride, num_slots, k_scale.factor, v_scale.factor,
             ),
-            {"VEC": vec, "VEC_CACHE": vec_cache, "FP8": fp8}, static, row.options,
+            {"VEC": vec, "VEC_CACHE": vec_cache, "FP8": fp8}, static, row,
         )  # fmt: skip
 
 
@@ -210,7 +210,7 @@ def run_gather(
                 cache.stride_v_block // vec, cache.stride_v_token // vec, cache.stride_v_head // vec, block_table.stride(0),
                 k_scale.stride, v_scale.stride, num_seqs, *chunk, k_scale.factor, v_scale.factor,
             ),
-            {"VEC": vec, "VEC_OUT": vec_out, "RUNS": aligned}, static, row.options,
+            {"VEC": vec, "VEC_OUT": vec_out, "RUNS": aligned}, static, row,
         )  # fmt: skip
 
 

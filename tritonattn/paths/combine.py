@@ -125,7 +125,7 @@ def run_combine(
             out, lse, part_out, part_lse, cu_seqlens_q, merges,
             out.stride(0) // vec, out.stride(1) // vec, 0 if lse is None else lse.stride(0), num_splits, max_seqlen_q,
         ),
-        {"VEC_OUT": vec}, static, row.options,
+        {"VEC_OUT": vec}, static, row,
     )  # fmt: skip
 
 
@@ -153,5 +153,5 @@ def run_merge(
                 out_a.stride(0) // vec, out_a.stride(1) // vec, out_b.stride(0) // vec, out_b.stride(1) // vec,
                 out.stride(0) // vec, out.stride(1) // vec, lse_a.stride(0), lse_b.stride(0), 0 if lse is None else lse.stride(0), tokens,
             ),
-            {"DV": size, "BLOCK_D": power_of_two(size), "VEC": vec}, row.constexprs, row.options,
+            {"DV": size, "BLOCK_D": power_of_two(size), "VEC": vec}, row.constexprs, row,
         )  # fmt: skip

@@ -322,7 +322,7 @@ def run_decode(
                 # Twins, as caches usually are, share one set of addresses: room in the registers for another program.
                 "SAME_STRIDES": cache.stride_k_block == cache.stride_v_block and cache.stride_k_token == cache.stride_v_token,
             },
-            _static(plan.row, problem), plan.row.options,
+            _static(plan.row, problem), plan.row,
         )  # fmt: skip
         if part_out is not None and part_lse is not None:
             run_combine(

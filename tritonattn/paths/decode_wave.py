@@ -300,16 +300,16 @@ def pick_order(kernel, grid, args, meta):
     return _order[key]
 
 
-def launch_wave(grid, args, flags, static, options):
+def launch_wave(grid, args, flags, static, row):
     """As `launch.run(decode, ...)` in the form of this file: takes what `decode` takes and settles the rest of the constexprs."""
     flags = {name: value for name, value in flags.items() if name != "SAME_STRIDES"}  # K and V addresses are apart here anyway
-    key = id(static), id(options)
+    key = id(static), id(row)
     if key not in _static_of_wave:
         kv_dtype = args[decode_wave.arg_names.index("k_cache")].dtype
-        _static_of_wave[key] = _wave_static(static, options, kv_dtype), static, options  # those two stay alive, so their ids stay theirs
+        _static_of_wave[key] = _wave_static(static, row.options, kv_dtype), static, row  # those two stay alive, so their ids stay theirs
     static = _static_of_wave[key][0]
-    order = pick_order(decode_wave, grid, args, {**flags, **static, **options})
-    launch.run(decode_wave, grid, args, {**flags, "ORD": order}, static, options)
+    order = pick_order(decode_wave, grid, args, {**flags, **static, **row.options})
+    launch.run(decode_wave, grid, args, {**flags, "ORD": order}, static, row)
 
 
 _static_of_wave: dict = {}

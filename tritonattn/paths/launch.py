@@ -15,6 +15,7 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import _allocation
 
+from tritonattn import log
 from tritonattn.tuning.table import Row
 
 # What the matrix products run in. Triton's interpreter multiplies the bits of bfloat16 as integers: there it is widened.
@@ -40,18 +41,18 @@ def vec_width(*tensors: Tensor) -> int:
     return width
 
 
-def run(
-    kernel: Any, grid: tuple[int, ...], args: tuple, flags: Mapping[str, Any], static: Mapping[str, Any], options: Mapping[str, Any]
-) -> None:
-    """`kernel[grid](*args, **flags, **static, **options)`, at a third of the host time from the second launch on.
+def run(kernel: Any, grid: tuple[int, ...], args: tuple, flags: Mapping[str, Any], static: Mapping[str, Any], row: Row) -> None:
+    """`kernel[grid](*args, **flags, **static, **row.options)`, at a third of the host time from the second launch on.
 
     Triton inspects every argument at every launch; here a launch is recognised by what its compile key depends on (dtype and
-    alignment of each tensor, flags, the identity of the cached `static` and `options`) and goes straight to the compiled kernel.
+    alignment of each tensor, flags, the identity of `row` and of the cached `static`) and goes straight to the compiled kernel.
     """
+    if log.CALLS:
+        log.launch(kernel, grid, row.where, {**flags, **row.config})
     if knobs.runtime.interpret or not args[0].is_cuda or kernel.pre_run_hooks:
-        kernel[grid](*args, **flags, **static, **options)
+        kernel[grid](*args, **flags, **static, **row.options)
         return
-    facts: list[Any] = [kernel, torch.cuda.current_device(), id(static), id(options), *flags.values()]
+    facts: list[Any] = [kernel, torch.cuda.current_device(), id(static), id(row), *flags.values()]
     for arg in args:
         if isinstance(arg, Tensor):
             facts += (arg.dtype, arg.data_ptr() % 16 == 0)
@@ -60,17 +61,17 @@ def run(
         elif arg is None:
             facts.append(None)
         elif type(arg) is int and arg >= 1 << 31:
-            kernel[grid](*args, **flags, **static, **options)
+            kernel[grid](*args, **flags, **static, **row.options)
             return
     key = tuple(facts)
     known = _compiled.get(key)
     if known is None:
-        compiled = kernel[grid](*args, **flags, **static, **options)
+        compiled = kernel[grid](*args, **flags, **static, **row.options)
         if not isinstance(compiled, CompiledKernel):  # compiling elsewhere, ahead of time
             return
         values = {**flags, **static}
         constants = tuple(values[name] for name in kernel.arg_names[len(args) :])
-        _compiled[key] = (compiled, constants, static, options)  # the last two stay alive, so their ids stay theirs
+        _compiled[key] = (compiled, constants, static, row)  # the last two stay alive, so their ids stay theirs
         return
     compiled, constants, _, _ = known
     compiled[(*grid, 1, 1)[:3]](*args, *constants)

@@ -254,7 +254,7 @@ def run_mla_decode(
                 0 if params.causal else UNLIMITED,
             ),
             {"VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SPLIT": part_out is not None, "ROWS": plan.rows},
-            _static(plan.row, problem), plan.row.options,
+            _static(plan.row, problem), plan.row,
         )  # fmt: skip
         if part_out is not None and part_lse is not None:
             run_combine(

@@ -346,7 +346,7 @@ def run_pass(
                 "PASS": kind, "KV_SHARED": kv_shared, "VEC": vec, "VEC_OUT": vec_out, "SOFTCAP": params.softcap > 0,
                 "WINDOW_LEFT": left != UNLIMITED, "DESCRIPTORS": descriptors,
             },
-            _static(row, problem, detect(q.device).dies), row.options,
+            _static(row, problem, detect(q.device).dies), row,
         )  # fmt: skip
 
 
