@@ -65,6 +65,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare with transformers")
     parser.add_argument("--loads", default="", help="in,out[,requests];... as in 2048,16;128,256;65536,64,8")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="per step; contexts longer than that come in chunks")
+    parser.add_argument("--memory", type=float, default=0.5, help="gpu_memory_utilization")
     parser.add_argument("--profile", action="store_true", help="share of each kernel in the last run of each load")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace, variant: str) -> None:
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, load_format="auto" if args.check or args.model else "dummy", dtype="bfloat16",
         enforce_eager=args.eager, max_model_len=max([4096, *(n + out for n, out, *_ in loads)]), max_num_seqs=64,
-        max_num_batched_tokens=args.batched_tokens, gpu_memory_utilization=0.5, enable_prefix_caching=False, kv_cache_dtype=args.kv_cache_dtype,
+        max_num_batched_tokens=args.batched_tokens, gpu_memory_utilization=args.memory, enable_prefix_caching=False, kv_cache_dtype=args.kv_cache_dtype,
         compilation_config={"mode": 0, "custom_ops": ["none"]} | graphs,
         kernel_config={"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}, "enable_jit_warmup": False},
         attention_config=attention,
@@ -163,7 +164,7 @@ def run(args: argparse.Namespace, variant: str) -> None:
 
 
 def _custom_prefill_for_stock() -> bool:
-    """A prefill backend of the caller's own, module:class, where vLLM's need an extension that is not there."""
+    """A prefill backend of the caller's own, as a dotted path, where vLLM's need an extension that is not there."""
     path = os.environ.get("TRITONATTN_BENCH_STOCK_PREFILL")
     if path:
         from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
