@@ -38,8 +38,8 @@ class Router:
         chunk_tokens: cached tokens gathered at a time for extend requests; bounds the scratch.
         batch_invariant: a request's result is the same to the bit whatever else is in the batch, at some cost in speed.
         block_size: tokens per cache block; told, `plan` can refuse a block table that is too short before `run` does.
-        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale: as in the
-            ops; of those, sinks and descales may be given to `run` instead, where layers differ.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale: as in the ops; of
+            those, sinks and descales may be given to `run` instead, where layers differ.
 
     Raises:
         ValueError, TypeError: with every reason why these arguments are not supported.
@@ -52,15 +52,14 @@ class Router:
         device: torch.device | str, kv_layout: str = "preshuffled", kv_dtype: torch.dtype | None = None, decode_threshold: int = 1,
         chunk_tokens: int = 32768, batch_invariant: bool = False, block_size: int | None = None, softmax_scale: float | None = None,
         causal: bool = True, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-        sinks: Tensor | None = None, q_descale: float | Tensor | None = None, k_descale: float | Tensor | None = None,
-        v_descale: float | Tensor | None = None,
+        sinks: Tensor | None = None, k_descale: float | Tensor | None = None, v_descale: float | Tensor | None = None,
     ) -> None:  # fmt: skip
         v_head_size = head_size if v_head_size is None else v_head_size
         kv_dtype = dtype if kv_dtype is None else kv_dtype
         self.device = with_index(torch.device(device))
         self.params = check_router(
             num_q_heads, num_kv_heads, head_size, v_head_size, dtype, self.device, kv_layout, kv_dtype, decode_threshold,
-            chunk_tokens, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale,
+            chunk_tokens, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale,
         )  # fmt: skip
         self.kv_layout = kv_layout
         self.block_size = block_size
@@ -224,8 +223,8 @@ class Router:
 
     def run(
         self, plan: Plan, q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor | None, v_cache: Tensor | None, *,
-        out: Tensor | None = None, return_lse: bool = False, sinks: Tensor | None = None, q_descale: float | Tensor | None = None,
-        k_descale: float | Tensor | None = None, v_descale: float | Tensor | None = None,
+        out: Tensor | None = None, return_lse: bool = False, sinks: Tensor | None = None, k_descale: float | Tensor | None = None,
+        v_descale: float | Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
         """One layer of a planned batch.
 
@@ -235,7 +234,7 @@ class Router:
             k_cache, v_cache: by ``kv_layout``, holding the context, for decode requests (and where k is None) the new tokens
                 too. None will do where no request has context.
             out: [T, Hq, Dv]. Rows past the last request stay as they are in a given ``out`` and are 0 in a new one.
-            sinks, q_descale, k_descale, v_descale: of this layer, in place of the router's.
+            sinks, k_descale, v_descale: of this layer, in place of the router's.
 
         Returns:
             out, with ``return_lse`` the pair ``(out, lse)``, lse [Hq, T] fp32, natural log.
@@ -243,7 +242,8 @@ class Router:
         Raises:
             ValueError, TypeError: with every reason, before any launch.
 
-        Without context-free or long requests, ``run`` can be captured in a graph, once it has run outside one.
+        Of a decode-only batch, ``run`` can be captured in a graph, once it has run outside one: nothing of it waits for the
+        device, scratch has its place by then, and what changes from step to step is in the buffer that `plan` fills.
         """
         from tritonattn.paths.decode import run_decode
         from tritonattn.paths.extend import run_extend
@@ -253,8 +253,8 @@ class Router:
         cache, params = check_run(
             self.paged, self.params, q, k, v, k_cache, v_cache, plan.block_table, kv_layout=self.kv_layout, device=self.device,
             block_size=self.block_size, num_tokens=plan.num_tokens, reads=plan.max_seq_len if k is None else plan.max_cached_len,
-            fresh=not decode_only or self._latest.get(plan.num_seqs) == plan.version, out=out, sinks=sinks, q_descale=q_descale,
-            k_descale=k_descale, v_descale=v_descale,
+            fresh=not decode_only or self._latest.get(plan.num_seqs) == plan.version, out=out, sinks=sinks, k_descale=k_descale,
+            v_descale=v_descale,
         )  # fmt: skip
         out, lse = self._results(q, plan.num_tokens, out, return_lse)
         cu_seqlens_q, table = plan.device_cu_seqlens_q, plan.block_table
@@ -269,7 +269,7 @@ class Router:
         prefill = plan.prefill
         if prefill is not None and k is not None and v is not None:
             run_prefill(
-                self.dense, params._replace(q_descale=None, k_descale=None, v_descale=None), q, k, v, out, lse,
+                self.dense, params._replace(k_descale=None, v_descale=None), q, k, v, out, lse,
                 cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q, num_seqs=plan.num_seqs, max_seqlen_q=prefill.max_seqlen_q,
                 tiles=prefill.tiles, num_tiles=prefill.num_tiles,
             )  # fmt: skip

@@ -15,7 +15,7 @@ from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, MlaParams, d
 
 def check_router(
     num_q_heads, num_kv_heads, head_size, v_head_size, dtype, device, kv_layout, kv_dtype, decode_threshold, chunk_tokens, block_size,
-    softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale,
+    softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale,
 ) -> AttnParams:  # fmt: skip
     """Arguments of `Router`."""
     reasons = Reasons("Router", None, device)
@@ -37,13 +37,13 @@ def check_router(
     reasons.heads(num_q_heads, num_kv_heads, head_size, v_head_size)
     reasons.per_head("alibi_slopes", alibi_slopes, num_q_heads)
     reasons.per_head("sinks", sinks, num_q_heads)
-    for name, value in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
+    for name, value in (("k_descale", k_descale), ("v_descale", v_descale)):
         reasons.descale(name, value, num_kv_heads)
     reasons.hardware(kv_dtype)
     reasons.done()
     return AttnParams(
         default_scale(softmax_scale, head_size), causal, tuple(window_size), softcap, alibi_slopes, sinks,
-        q_descale, k_descale, v_descale,
+        None, k_descale, v_descale,
     )  # fmt: skip
 
 
@@ -78,7 +78,7 @@ def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_thr
 
 def check_run(
     problem: AttnProblem, params: AttnParams, q, k, v, k_cache, v_cache, block_table, *, kv_layout, device, block_size, num_tokens,
-    reads, fresh, out, sinks, q_descale, k_descale, v_descale,
+    reads, fresh, out, sinks, k_descale, v_descale,
 ) -> tuple[CacheView | None, AttnParams]:  # fmt: skip
     """Arguments of `Router.run` beside what its router and plan have fixed. ``reads``: most cached tokens of a request."""
     reasons = Reasons("Router.run", None, device)
@@ -113,7 +113,7 @@ def check_run(
             reasons.values.append(f"block_table must hold {reads} tokens, got room for {held} in blocks of {cache.block_size}")
     if out is not None:
         reasons.out(out, (tokens, problem.num_q_heads, problem.v_head_size))
-    own = {"sinks": sinks, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    own = {"sinks": sinks, "k_descale": k_descale, "v_descale": v_descale}
     own = {name: value for name, value in own.items() if value is not None}
     for name, value in own.items():
         if name == "sinks":
