@@ -13,7 +13,11 @@ import torch
 import tritonattn
 from tritonattn import layouts, reference
 
-pytestmark = [pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs no machine code"), pytest.mark.slow]
+pytestmark = [
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs no machine code"),
+    pytest.mark.slow,
+    pytest.mark.timeout(1800),
+]
 
 SIMULATED = os.environ.get("TRITONATTN_SIM")
 TRIED = ("global_", "buffer_", "scratch_", "ds_", "s_load", "s_waitcnt", "s_barrier", "v_mfma")
