@@ -75,7 +75,7 @@ def decode_tile(
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
     FLAT: tl.constexpr, SAME_STRIDES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    CLEAR_V: tl.constexpr, MASKED: tl.constexpr, FP8_HALF: tl.constexpr,
+    CLEAR_V: tl.constexpr, MASKED: tl.constexpr, FP8_HALF: tl.constexpr, CONVERT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Keys [n, n + BLOCK_N) into the state of the rows; all rows see all of them unless MASKED."""
     keys = n + tl.arange(0, BLOCK_N)
@@ -86,6 +86,9 @@ def decode_tile(
         k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
         SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, 0, D0, 0, V0, CLEAR_V, MASKED,
     )  # fmt: skip
+    if CONVERT_ONCE:
+        k0 = kv_load.convert_once(k0, q0.dtype)
+        v0 = kv_load.convert_once(v0, q0.dtype)
     s = tl.dot(q0, tl.trans(kv_load.widen(k0, q0.dtype, FP8_HALF)), input_precision="ieee")
     if D1 > 0 or V1 > 0:
         # Where one of the two has no second part, what is loaded in its place is masked out and not used.
@@ -93,6 +96,9 @@ def decode_tile(
             k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
             SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, D0, D1 if D1 > 0 else 16, V0, V1 if V1 > 0 else 16, CLEAR_V, MASKED,
         )  # fmt: skip
+        if CONVERT_ONCE:
+            k1 = kv_load.convert_once(k1, q0.dtype)
+            v1 = kv_load.convert_once(v1, q0.dtype)
     if D1 > 0:
         s = tl.dot(q1, tl.trans(kv_load.widen(k1, q0.dtype, FP8_HALF)), s, input_precision="ieee")
     if FP8_HALF:
@@ -136,7 +142,7 @@ def decode(
     VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     COMPUTE: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr,
     # tile
-    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, FP8_HALF: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, FP8_HALF: tl.constexpr, CONVERT_ONCE: tl.constexpr,
 ):  # fmt: skip
     kv_head = tl.program_id(0) // row_blocks
     row0 = tl.program_id(0) % row_blocks * ROWS
@@ -237,7 +243,7 @@ def decode(
                 acc0, acc1, m, l = decode_tile(
                     q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, k_pages, k_pages, n, lo, hi, row_lo, row_hi, slope, query + diag, scale,
                     softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT,
-                    SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, False, False, FP8_HALF,
+                    SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, False, False, FP8_HALF, CONVERT_ONCE,
                 )  # fmt: skip
                 k_pages = next_k_pages
             v_pages = k_pages
@@ -250,7 +256,7 @@ def decode(
             acc0, acc1, m, l = decode_tile(
                 q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, loop_end, row_lo, row_hi, slope, query + diag, scale,
                 softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT,
-                SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, CLEAR, True, FP8_HALF,
+                SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, CLEAR, True, FP8_HALF, CONVERT_ONCE,
             )  # fmt: skip
             k_pages = next_k_pages
             v_pages = next_v_pages
@@ -263,7 +269,7 @@ def decode(
                 acc0, acc1, m, l = decode_tile(
                     q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, rest_k_pages, rest_v_pages, loop_end, lo, hi, row_lo, row_hi, slope, query + diag,
                     scale, softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, 16,
-                    VEC, False, SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, True, True, FP8_HALF,
+                    VEC, False, SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, True, True, FP8_HALF, CONVERT_ONCE,
                 )  # fmt: skip
 
     inverse, lse_row = softmax.finish(m, l)
@@ -339,6 +345,7 @@ def _static(row: Row, problem: AttnProblem) -> dict:
     tile = dict(row.constexprs)
     if row.config["form"] == "tile":
         halves = (torch.bfloat16, torch.float16)  # float32 queries would lose digits
+        tile["CONVERT_ONCE"] = tile.get("CONVERT_ONCE", False) and problem.kv_dtype.itemsize == 1
         tile["FP8_HALF"] = tile.get("FP8_HALF", False) and problem.kv_dtype.itemsize == 1 and problem.dtype in halves
     return {
         "NUM_HEADS": problem.num_q_heads, "GROUP": problem.group, "SHUFFLED": problem.kv_layout == "preshuffled",

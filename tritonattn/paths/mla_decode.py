@@ -22,21 +22,8 @@ from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnProblem, MlaParams, split_head_size
 from tritonattn.scratch import Scratch
 from tritonattn.tile import kv_load, mask, seqlens, softmax, store
-from tritonattn.tile.kv_load import descale, load_2d, plain_rows, upcast
+from tritonattn.tile.kv_load import convert_once, descale, load_2d, plain_rows, upcast
 from tritonattn.tuning.table import Row
-
-
-@triton.jit
-def convert_once(x, dtype: tl.constexpr):
-    """fp8 to the dtype of the products, before the tile takes the layout of one.
-
-    Left alone, Triton takes the tile as fp8 to each of its two products and converts it there twice, byte by byte, and does not load it
-    ahead. It does not move a conversion across a reduction, were it over one element.
-    """
-    if x.dtype == dtype:
-        return x
-    else:
-        return tl.sum(tl.reshape(upcast(x, dtype), (x.shape[0], x.shape[1], 1)), 2)
 
 
 @triton.jit

@@ -22,6 +22,19 @@ def upcast(x, dtype: tl.constexpr):
 
 
 @triton.jit
+def convert_once(x, dtype: tl.constexpr):
+    """fp8 to the dtype of the products, before the tile takes the layout of one.
+
+    Left alone, Triton takes the tile as fp8 to each of its two products and converts it there twice, byte by byte, and does not load it
+    ahead. It does not move a conversion across a reduction, were it over one element.
+    """
+    if x.dtype == dtype:
+        return x
+    else:
+        return tl.sum(tl.reshape(upcast(x, dtype), (x.shape[0], x.shape[1], 1)), 2)
+
+
+@triton.jit
 def widen(x, dtype: tl.constexpr, FP8_HALF: tl.constexpr):
     """`upcast` for a decode tile; FP8_HALF: fp8 straight to float16, one instruction for two values on NVIDIA GPUs."""
     if FP8_HALF:
