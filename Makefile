@@ -33,7 +33,7 @@ test-gpu: $(ENV) ## the same tests on the GPU that torch sees
 test-vllm: .venv-vllm/.complete ## the plug-in under a real vLLM, on the CPU, in an environment of its own
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
 
-.venv-vllm/.complete: pyproject.toml .ci/constraints.txt .ci/venv-vllm
+.venv-vllm/.complete: pyproject.toml .ci/constraints.txt .ci/requirements-vllm.txt .ci/venv-vllm
 	.ci/venv-vllm .venv-vllm
 
 lint: $(ENV)     ## ruff and mypy
