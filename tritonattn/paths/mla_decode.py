@@ -9,13 +9,13 @@ for CDNA.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonattn.paths import launch
+from tritonattn.paths import launch, mla_decode_wave
 from tritonattn.paths.combine import run_combine, take_parts
 from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, least_contraction, power_of_two
 from tritonattn.plan import descale as descale_of
@@ -227,9 +227,13 @@ def run_mla_decode(
     vec, vec_q, vec_out = launch.vec_width(kv_cache), launch.vec_width(q, rope), launch.vec_width(out)
     q_scale, kv_scale = descale_of(params.q_descale), descale_of(params.kv_descale)
     rope_scale = descale_of(params.kv_descale if params.rope_descale is None else params.rope_descale)
+    flags = {"VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SPLIT": part_out is not None, "ROWS": plan.rows}
+    static = _static(plan.row, problem)
+    wave = plan.row.config["form"] == "wave" and mla_decode_wave.serves(static, flags, q, kv_cache)
+    start = mla_decode_wave.launch_wave if wave else partial(launch.run, mla_decode)
     with launch.on(q, plan.row):
-        launch.run(
-            mla_decode, (plan.row_blocks, *over),
+        start(
+            (plan.row_blocks, *over),
             (
                 out, lse, part_out, part_lse,
                 q, q_rope, kv_cache, q_scale.pointer, kv_scale.pointer, rope_scale.pointer,
@@ -240,8 +244,7 @@ def run_mla_decode(
                 splits, max_seqlen_q, params.softmax_scale * LOG2E * q_scale.factor, kv_scale.factor, rope_scale.factor,
                 0 if params.causal else UNLIMITED,
             ),
-            {"VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SPLIT": part_out is not None, "ROWS": plan.rows},
-            _static(plan.row, problem), plan.row,
+            flags, static, plan.row,
         )  # fmt: skip
         if part_out is not None and part_lse is not None:
             run_combine(

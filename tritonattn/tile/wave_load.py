@@ -8,10 +8,10 @@ every dimension but the last, and the launcher keeps the order whose compiled lo
 Softmax does not care about the order of tokens, so K rows are taken in the order that makes each lane's run of V tokens its operand:
 logical position p of a wave's tile holds token `wave_tokens(...)[p]`, for the scores, the mask and V alike.
 
-No load is masked, which would cut it up or put a branch around it: what must not be read is replaced by an address that may be. Table
-entries outside the sequence give way to block 0, columns past the head to column 0 (by multiplication: the compiler then still sees their
-alignment). What such a load brings is dropped later: K in the mask of the scores or by a zero of q, V of dead tokens by value (they may
-hold NaN, and 0 * NaN is NaN), V columns by never being stored.
+No load is masked, which would cut it up or put a branch around it: what must not be read is replaced by an address that may be. Tokens
+outside the sequence give way to the nearest one inside, columns past the head to column 0 (by multiplication: the compiler then still sees
+their alignment). What such a load brings counts for nothing: K is dropped by the mask of the scores or met by a zero of q, V is met by a P of
+zero or not stored. Only the dead tokens that share 16 bytes of a preshuffled V with live ones are cleared by value, as 0 * NaN is NaN.
 """
 
 import triton
@@ -39,9 +39,13 @@ def wave_tokens(TOKENS: tl.constexpr, X: tl.constexpr, PRESHUFFLED: tl.constexpr
 
 
 @triton.jit
-def page_of(n0, t, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr):
-    """Table index and slot of tokens `n0 + t`; n0 is a multiple of STEP, t lies in [0, STEP)."""
-    if STEP % BLOCK_SIZE == 0:
+def slots(n0, t, lo, hi, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr):
+    """(page, slot) of tokens `n0 + t`; n0 is a multiple of STEP, t lies in [0, STEP). MASKED: tokens outside [lo, hi) give way to the nearest
+    one inside."""
+    if MASKED:
+        n = tl.minimum(tl.maximum(n0 + t, lo), hi - 1)
+        return n // BLOCK_SIZE, n % BLOCK_SIZE
+    elif STEP % BLOCK_SIZE == 0:
         return n0 // BLOCK_SIZE + t // BLOCK_SIZE, t % BLOCK_SIZE
     else:
         n = n0 + t
@@ -49,14 +53,25 @@ def page_of(n0, t, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr):
 
 
 @triton.jit
-def page_offset(table, page, lo, hi, stride_block, BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, MASKED: tl.constexpr):
-    """int64 offset of table entry `page`; where no token of the page is in [lo, hi) the entry is not read, and block 0 stands in."""
-    if MASKED:
-        wanted = (page >= lo // BLOCK_SIZE) & (page <= (hi - 1) // BLOCK_SIZE)
-        block = tl.load(table + page, mask=wanted, other=0)
+def run_slots(n0, t, lo, hi, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr):
+    """`slots` of the first token of each run of X tokens; `n0 + t` is a multiple of X, and no run straddles pages."""
+    return slots(n0, t, lo // X * X, (hi - 1) // X * X + 1, BLOCK_SIZE, STEP, MASKED)
+
+
+@triton.jit
+def group_slots(n0, group, within, lo, hi, BLOCK_SIZE: tl.constexpr, STEP: tl.constexpr, MASKED: tl.constexpr):
+    """`slots` of the tokens `group + within`, which are looked up as groups of 16 where those share a page."""
+    if BLOCK_SIZE % 16 == 0 and not MASKED:
+        page, slot = slots(n0, group, lo, hi, BLOCK_SIZE, STEP, False)
+        return page, slot + within
     else:
-        block = tl.load(table + page)
-    return block.to(tl.uint32).to(tl.int64) * stride_block.to(tl.int64) * VEC  # unsigned: half the multiplications
+        return slots(n0, group + within, lo, hi, BLOCK_SIZE, STEP, MASKED)
+
+
+@triton.jit
+def page_offset(table, page, stride_block, VEC: tl.constexpr):
+    """int64 offset of table entry `page`; block ids are not negative, and unsigned they take half the multiplications."""
+    return tl.load(table + page).to(tl.uint32).to(tl.int64) * stride_block.to(tl.int64) * VEC
 
 
 @triton.jit
@@ -92,8 +107,8 @@ def load_k_preshuffled(
     run = t16 // 4 * X + w * TOKENS  # start of the X tokens that share a page
     if TOKENS > 4 * X:
         run += tb // HI * (4 * X)
-    page, slot = page_of(n0, run, BLOCK_SIZE, WAVES * TOKENS)
-    block = page_offset(table, page, lo, hi, stride_block, BLOCK_SIZE, VEC, MASKED)
+    page, slot = run_slots(n0, run, lo, hi, X, BLOCK_SIZE, WAVES * TOKENS, MASKED)
+    block = page_offset(table, page, stride_block, VEC)
     offset = block + (slot + t16 % 4 + tb % HI * 4) * X
     ptr = k + offset + chunk * (BLOCK_SIZE * X) + on_axis(tl.arange(0, X), 5, 6)
     return tl.load(ptr).permute(2, TB, T16, GH, GL, 5).reshape(WAVES, TOKENS, WIDTH)
@@ -116,8 +131,8 @@ def load_v_preshuffled(
         col = col * (col < DV)
     x = on_axis(tl.arange(0, X), 5, 6)
     run = on_axis(tl.arange(0, 4), GQ, 6) * X + on_axis(tl.arange(0, TOKENS // (4 * X)), TG, 6) * (4 * X) + on_axis(tl.arange(0, WAVES), 2, 6) * TOKENS
-    page, slot = page_of(n0, run, BLOCK_SIZE, WAVES * TOKENS)
-    block = page_offset(table, page, lo, hi, stride_block, BLOCK_SIZE, VEC, MASKED)
+    page, slot = run_slots(n0, run, lo, hi, X, BLOCK_SIZE, WAVES * TOKENS, MASKED)
+    block = page_offset(table, page, stride_block, VEC)
     tile = tl.load(v + (block + slot * DV) + col * X + x)
     if MASKED:
         n = n0 + run + x
@@ -144,17 +159,33 @@ def load_k_plain(
     t16 = on_axis(tl.arange(0, 16), T16, 6)
     group = on_axis(tl.arange(0, TOKENS // 16), TB, 6) * 16 + on_axis(tl.arange(0, WAVES), 2, 6) * TOKENS
     within = t16 % 4 * 4 + t16 // 4
-    if BLOCK_SIZE % 16 == 0:  # 16 tokens share a page
-        page, slot = page_of(n0, group, BLOCK_SIZE, WAVES * TOKENS)
-        slot += within
-    else:
-        page, slot = page_of(n0, group + within, BLOCK_SIZE, WAVES * TOKENS)
-    block = page_offset(table, page, lo, hi, stride_block, BLOCK_SIZE, VEC, MASKED)
+    page, slot = group_slots(n0, group, within, lo, hi, BLOCK_SIZE, WAVES * TOKENS, MASKED)
+    block = page_offset(table, page, stride_block, VEC)
     col = on_axis(tl.arange(0, 4), GL, 6) * X + on_axis(tl.arange(0, WIDTH // X // 4), GH, 6) * (4 * X) + D_START
     if D_START + WIDTH > D_END:
         col = col * (col < D_END)
     ptr = k + (block + slot * stride_token * VEC) + col + on_axis(tl.arange(0, X), 5, 6)
     return tl.load(ptr).permute(2, TB, T16, GH, GL, 5).reshape(WAVES, TOKENS, WIDTH)
+
+
+@triton.jit
+def load_q(
+    q, row0, row_end, q_start, stride_token, stride_head, NUM_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    X: tl.constexpr, VEC: tl.constexpr, WAVES: tl.constexpr, ROWS: tl.constexpr, ORD: tl.constexpr,
+):  # fmt: skip
+    """[WAVES, ROWS, WIDTH], the same for each wave, of the rows (query token, head) from row0 on; rows from row_end on repeat the first."""
+    T16: tl.constexpr = 4 * ORD
+    GL: tl.constexpr = 1 + 2 * ORD
+    TB: tl.constexpr = 3 - 2 * ORD
+    GH: tl.constexpr = 4 - 4 * ORD
+    row = row0 + on_axis(tl.arange(0, 16), T16, 6) + on_axis(tl.arange(0, ROWS // 16), TB, 6) * 16 + on_axis(tl.arange(0, WAVES), 2, 6) * 0
+    row = tl.where(row < row_end, row, row0)
+    offset = ((q_start + row // NUM_HEADS).to(tl.int64) * stride_token + row % NUM_HEADS * stride_head) * VEC
+    col = on_axis(tl.arange(0, 4), GL, 6) * X + on_axis(tl.arange(0, WIDTH // X // 4), GH, 6) * (4 * X)
+    if WIDTH > D:
+        col = col * (col < D)
+    tile = tl.load(q + offset + col + on_axis(tl.arange(0, X), 5, 6))
+    return tile.permute(2, TB, T16, GH, GL, 5).reshape(WAVES, ROWS, WIDTH)
 
 
 @triton.jit
@@ -164,7 +195,7 @@ def load_v_plain(
     BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
     RUN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """[WAVES, TOKENS, WIDTH] of columns D_START .. in the order of `column_of`; MASKED: tokens outside [lo, hi) are 0.
+    """[WAVES, TOKENS, WIDTH] of columns D_START .. in the order of `column_of`.
 
     A lane reads 16 bytes of a row, and the tile is transposed in registers.
     """
@@ -176,19 +207,12 @@ def load_v_plain(
     r = on_axis(tl.arange(0, TOKENS // 4), R, 6)
     group = r // 4 * 16 + on_axis(tl.arange(0, WAVES), 2, 6) * TOKENS
     within = r % 4 * 4 + on_axis(tl.arange(0, 4), GQ, 6)
-    if BLOCK_SIZE % 16 == 0:
-        page, slot = page_of(n0, group, BLOCK_SIZE, WAVES * TOKENS)
-        slot += within
-    else:
-        page, slot = page_of(n0, group + within, BLOCK_SIZE, WAVES * TOKENS)
-    block = page_offset(table, page, lo, hi, stride_block, BLOCK_SIZE, VEC, MASKED)
+    page, slot = group_slots(n0, group, within, lo, hi, BLOCK_SIZE, WAVES * TOKENS, MASKED)
+    block = page_offset(table, page, stride_block, VEC)
     col = on_axis(tl.arange(0, 16), C16, 6) * VX + on_axis(tl.arange(0, WIDTH // (16 * VX)), J, 6) * (16 * VX) + D_START
     if D_START + WIDTH > DV:
         col = col * (col < DV)
     tile = tl.load(v + (block + slot * stride_token * VEC) + col + on_axis(tl.arange(0, VX), 5, 6))
-    if MASKED:
-        n = n0 + group + within
-        tile = tl.where((n >= lo) & (n < hi), tile, 0.0)
     if ORD == 0:
         tile = tile.reshape(16, 4, WAVES, TOKENS // (4 * RUN), RUN, WIDTH // (16 * VX), VX).permute(2, 3, 1, 4, 5, 6, 0)
     else:

@@ -1,0 +1,45 @@
+"""Compiles `mla_decode` for one arch in the wave form and prints what the code is made of, as JSON; run by the tests."""
+
+import json
+import sys
+
+import torch
+import triton
+
+import tritonattn
+from tritonattn.tuning.codegen import capture, judge, read
+
+CASES = {
+    "16 heads": {},
+    "16 heads, block 16": {"block_size": 16},
+    "fp16, q in two": {"dtype": torch.float16, "pair": True},
+    "6 heads, one split": {"heads": 6, "num_splits": 1},
+    "20 heads, two tokens": {"heads": 20, "max_seqlen_q": 2},
+    "block 48": {"block_size": 48},
+}
+
+
+def compile_case(arch, *, heads=16, dtype=torch.bfloat16, block_size=64, max_seqlen_q=1, num_splits=8, pair=False):
+    batch = 4
+    q = torch.zeros(batch * max_seqlen_q, heads, 576, dtype=dtype)
+    with capture(arch) as launches:
+        tritonattn.mla_decode(
+            (q[..., :512].contiguous(), q[..., 512:].contiguous()) if pair else q, torch.zeros(8, block_size, 576, dtype=dtype),
+            seqused_k=torch.zeros(batch, dtype=torch.int32), block_table=torch.zeros(batch, 8192 // block_size, dtype=torch.int32),
+            max_seqlen_k=8192, max_seqlen_q=max_seqlen_q, softmax_scale=0.1, num_splits=num_splits,
+        )  # fmt: skip
+    launch = launches[0]
+    report = read(launch)
+    constexprs = launch.constexprs
+    return {
+        "kernel": launch.kernel, "order": constexprs.get("ORD"), "lds": report.lds, "registers": report.registers,
+        "occupancy": report.occupancy, "loops": len(report.loops), "barriers": sum(loop.barriers for loop in report.loops),
+        "lds_traffic": sum(sum(loop.lds_reads.values()) + sum(loop.lds_writes.values()) for loop in report.loops),
+        "reasons": judge(report, launch.arch), "instructions": report.main.instructions,
+        "per_head_and_key": report.main.instructions * launch.num_warps / (constexprs["ROWS"] * constexprs["BLOCK_N"]),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    arch, *names = sys.argv[1:]
+    print(json.dumps({"triton": triton.__version__, "cases": {name: compile_case(arch, **CASES[name]) for name in names or CASES}}))

@@ -1,0 +1,70 @@
+"""MLA decode in the form for CDNA: right in the interpreter, and within its budget when compiled."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import tritonattn
+from tritonattn import reference
+from tritonattn.paths import mla_decode_wave
+from tritonattn.tuning.arch import assume, by_name
+from tritonattn.tuning.table import pin
+
+HERE = Path(__file__).parent
+WAVE = {"BLOCK_H": 16, "BLOCK_N": 128, "NUM_STAGES": 1, "num_warps": 4, "num_stages": 1, "form": "wave", "programs_per_cu": 1}
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("case", [
+    {},
+    {"lens": (300, 17, 0), "q_lens": [3, 2, 1], "heads": 6, "num_splits": 3, "pair": True, "block_size": 16},
+    {"lens": (140,), "q_lens": [2], "heads": 20, "block_size": 48, "causal": False, "kv_descale": 0.5},
+    {"lens": (77,), "block_size": 5},
+])  # fmt: skip
+def test_semantics(case, order, monkeypatch):
+    """Every dead slot is NaN and every table entry past the end is out of the cache."""
+    case = {"lens": (300, 77), "heads": 16, "block_size": 64, "pair": False, "num_splits": 1, **case}
+    lens, block_size = case.pop("lens"), case.pop("block_size")
+    q_lens, heads, pair = case.pop("q_lens", [1] * len(lens)), case.pop("heads"), case.pop("pair")
+    gen = torch.Generator().manual_seed(0)
+    pages = -(-max(lens) // block_size) + 1
+    cache = (torch.randn(len(lens) * pages + 2, block_size, 576, generator=gen) * 0.5).half()
+    table = torch.randperm(len(cache), generator=gen)[: len(lens) * pages].reshape(len(lens), pages).int()
+    q = torch.randn(sum(q_lens), heads, 576, generator=gen).half()
+    common = {"seqused_k": torch.tensor(lens, dtype=torch.int32), "max_seqlen_k": max(lens), "max_seqlen_q": max(q_lens),
+              "cu_seqlens_q": torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], dtype=torch.int32), "softmax_scale": 0.06, **case}  # fmt: skip
+    expected = reference.mla_decode(q, cache, block_table=table, **common)
+    live = torch.zeros(cache.shape[:2], dtype=torch.bool)
+    for row, n in zip(table, lens, strict=True):
+        for t in range(n):
+            live[row[t // block_size], t % block_size] = True
+        row[-(-n // block_size) :] = 1 << 30
+    cache[~live] = torch.nan
+    monkeypatch.setattr(mla_decode_wave, "pick_order", lambda *_: order)
+    with assume(pin(by_name("interpreter"), mla_decode=WAVE, combine={"num_warps": 1, "BLOCK_S": 16})):
+        got = tritonattn.mla_decode(
+            (q[..., :512].contiguous(), q[..., 512:].contiguous()) if pair else q, cache, block_table=table, return_lse=True, **common
+        )
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a.double(), b.double(), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_compiled(arch):
+    """No LDS traffic, no barrier, no spill in the loops, and at most 1.3 wave-instructions per head and key."""
+    path = os.pathsep.join([str(HERE.parents[1]), *sys.path])
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, str(HERE / "mla_cases.py"), arch], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for name, case in json.loads(done.stdout)["cases"].items():
+        assert case["kernel"] == "mla_decode_wave", name
+        assert (case["lds_traffic"], case["barriers"], case["reasons"]) == (0, 0, []), name
+        assert case["occupancy"] >= 2, name
+        assert case["per_head_and_key"] <= 1.3, name
