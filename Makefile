@@ -6,6 +6,7 @@ DEMO_ARGS ?=
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.complete)
 
 # The ops whose machine code the simulator runs; the rest of the suite does not reach a kernel, or repeats these.
+SIM_ARCHS ?= gfx942 gfx950
 SIM_TESTS ?= tests/simulator tests/test_mha.py tests/test_mla_decode.py tests/test_mla_cache.py tests/test_cases_router.py
 
 .PHONY: help venv demo test test-sim test-gpu test-vllm lint check clean
@@ -25,7 +26,7 @@ test: $(ENV)     ## all tests on the CPU, in Triton's interpreter
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(PYTEST_ARGS)
 
 test-sim: $(ENV) ## the op tests and every table row as gfx942 and gfx950 machine code, in the simulator
-	for arch in gfx942 gfx950; do TRITONATTN_SIM=$$arch TRITONATTN_SIM_THREADS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(SIM_TESTS) $(PYTEST_ARGS) || exit 1; done
+	for arch in $(SIM_ARCHS); do TRITONATTN_SIM=$$arch TRITONATTN_SIM_THREADS=1 OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 $(SIM_TESTS) $(PYTEST_ARGS) || exit 1; done
 
 test-gpu: $(ENV) ## the same tests on the GPU that torch sees
 	$(PY) -m pytest $(PYTEST_ARGS)
