@@ -1,7 +1,7 @@
 """float32 to the bits of an 8-bit float, to nearest even, in integer arithmetic.
 
 The same bits come out on every backend and for every type: Triton's own conversion is missing or emulated at length on some targets
-(gfx950 with Triton 3.6: 30 instructions an element; gfx942: e4m3fn), and its interpreter truncates.
+(gfx942: e4m3fn), and its interpreter truncates.
 """
 
 import triton

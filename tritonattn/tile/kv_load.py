@@ -13,8 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def upcast(x, dtype: tl.constexpr):
-    """fp8 to the dtype of the product. By way of float32: where the direct conversion exists it costs the same, and Triton 3.6 has
-    none for gfx950 and emulates it with five times the instructions."""
+    """fp8 to the dtype of the product, by way of float32, which holds every fp8 value and which the hardware converts to directly."""
     if x.dtype == dtype:
         return x
     else:
