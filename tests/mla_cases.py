@@ -156,7 +156,10 @@ def decode(
 
 @dataclass
 class UpProject:
-    """The up-projection of a layer, in any dtype; notes the rows of each call."""
+    """The up-projection of a layer, in any dtype; notes the rows of each call.
+
+    In float64, so that every device rounds its result alike: keys that differ by a unit in the last place move the LSE.
+    """
 
     w_k: Tensor  # [heads, nope, latent]
     w_v: Tensor  # [heads, v, latent]
@@ -165,8 +168,8 @@ class UpProject:
     def __call__(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         assert latent.isfinite().all() and rope.isfinite().all(), "rows that hold no token must not be garbage"
         self.calls.append(len(latent))
-        w_k, w_v = (w.to(latent.device, torch.promote_types(latent.dtype, torch.float32)) for w in (self.w_k, self.w_v))
-        wide = latent.to(w_k.dtype)
+        w_k, w_v = (w.to(latent.device, torch.float64) for w in (self.w_k, self.w_v))
+        wide = latent.double()
         nope = torch.einsum("nl,hdl->nhd", wide, w_k).to(latent.dtype)
         keys = torch.cat([nope, rope[:, None].expand(-1, len(w_k), -1)], dim=-1)
         return keys, torch.einsum("nl,hdl->nhd", wide, w_v).to(latent.dtype)

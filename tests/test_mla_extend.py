@@ -105,11 +105,12 @@ def test_prefill_with_values_narrower_than_keys(device, sizes):
     ({"total_context_len": -1, "chunk_tokens": 0}, ["total_context_len", "chunk_tokens"]),
     ({"kv_lora_rank": 70}, ["latent columns"]),
     ({"up_project": lambda latent, rope: (latent, rope)}, ["k from up_project must have 3 dimensions"]),
-    ({"up_project": lambda latent, rope: (torch.zeros(len(latent), 3, 48), torch.zeros(len(latent), 3, 16))}, ["v from up_project must be"]),
+    ({"up_project": lambda latent, rope: (latent.new_zeros(len(latent), 3, 48), latent.new_zeros(len(latent), 3, 16))}, ["v from up_project must be"]),
 ])  # fmt: skip
-def test_bad_input_is_named(changes, words):
+def test_bad_input_is_named(device, changes, words):
     case = mla_cases.extend([(3, 20)])
+    args = {name: cases.to(value, device) for name, value in {"kv_cache": case.cache.clean, "block_table": case.cache.table, **case.args}.items()}
     with pytest.raises((ValueError, TypeError)) as error:
-        tritonattn.mla_extend(**{"kv_cache": case.cache.clean, "block_table": case.cache.table, **case.args, **changes})
+        tritonattn.mla_extend(**{**args, **changes})
     for word in words:
         error.match(word)
