@@ -184,8 +184,9 @@ def _make_model(shape: str, weights: bool) -> Path:
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).save_pretrained(folder)
-        (folder / "config.json").write_text(config)
+        with tempfile.TemporaryDirectory(dir=folder.parent) as made:  # a second process may look for the file at any moment
+            AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16).save_pretrained(made)
+            (Path(made) / "model.safetensors").replace(folder / "model.safetensors")
     return folder
 
 
