@@ -46,6 +46,35 @@ def test_a_rest_of_sixteen_columns(name, kernel, layout, kv_dtype):
     assert not execute(case, by_name(name), row).reasons
 
 
+@pytest.mark.skipif("gfx950" not in ARCHES, reason="the other arch copies nothing to LDS")
+def test_copies_to_lds_wait_for_the_last_reads():
+    """The masked loop copies into the LDS that the loop before it read from, whatever buffer that one ended on: any number of tiles before it."""
+    import torch
+
+    import tritonattn
+    from tritonattn import reference
+    from tritonattn.simulator.device import launches_go_to, simulated
+    from tritonattn.tuning import table
+    from tritonattn.tuning.arch import assume, by_name
+
+    def run(program, arguments, memory, grid, metadata):
+        program.run(arguments, memory, grid, metadata.num_warps, metadata.shared)
+
+    arch, step = by_name("gfx950"), 64
+    rows = [row for row in table.rows("prefill", arch) if row.config["async_copy"]]
+    assert rows
+    for row in rows:
+        size = row.when.get("head_size", {"max": 256})["max"]
+        lens = [step * tiles + 3 for tiles in range(8)]
+        q, k, v = (torch.randn(n, 1, size, dtype=torch.bfloat16) for n in (8 * len(lens), sum(lens), sum(lens)))
+        cu_q, cu_k = (torch.tensor([0, *part]).cumsum(0).int() for part in ([8] * len(lens), lens))
+        bounds = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k}
+        with simulated(arch.name), assume(table.pin(arch, prefill=row.config)), launches_go_to(run):
+            out = tritonattn.flash_attn_varlen_func(q, k, v, max_seqlen_q=8, max_seqlen_k=max(lens), **bounds)
+        expected, _ = reference.flash_attn_varlen_func(q, k, v, **bounds)
+        torch.testing.assert_close(out.double(), expected.double(), atol=2e-2, rtol=2e-2)
+
+
 def test_check_executes_rows_and_refuses_wrong_ones(monkeypatch, capsys):
     """The command line on the smallest table; then the same with a simulator that always finds something."""
     from tritonattn import cli

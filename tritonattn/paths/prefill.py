@@ -161,7 +161,7 @@ def attend(
     VEC: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr, COMPUTE: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, CHEAP_P: tl.constexpr, PRELOAD_V: tl.constexpr,
-    DESCRIPTORS: tl.constexpr, NUM_XCDS: tl.constexpr,
+    DESCRIPTORS: tl.constexpr, FENCE: tl.constexpr, NUM_XCDS: tl.constexpr,
 ):  # fmt: skip
     tile, head = seqlens.program_order(tl.program_id(0), num_tiles, NUM_HEADS, NUM_XCDS)
     kv_head = head // GROUP
@@ -264,6 +264,10 @@ def attend(
             n, lo, hi, rows, rows, slope, rows + (row0 + diag - inner_begin), factor, softcap, stride_k_token, stride_v_token,
             D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, False, BLOCK_N, CHEAP_P, PRELOAD_V, DESCRIPTORS,
         )  # fmt: skip
+    if FENCE:
+        # The next loop copies to the LDS that this one's last tiles are read from. Triton 3.6 puts no barrier between the two: it takes a
+        # read that waited for its own copy to be safe from every other.
+        tl.debug_barrier()
     row_lo, row_hi = mask.row_limits(rows, row0 + diag, k_len, window_left, window_right)
     left_tiles = (inner_begin - begin) // BLOCK_N
     masked_tiles = left_tiles + tl.cdiv(tl.maximum(hi - inner_end, 0), BLOCK_N)
@@ -364,6 +368,6 @@ def _static(row: Row, problem: AttnProblem, dies: int) -> dict:
     return {
         "NUM_HEADS": problem.num_q_heads, "GROUP": problem.group, "D0": d0, "D1": d1, "D": problem.head_size, "V0": v0, "V1": v1,
         "DV": problem.v_head_size, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)],
-        "NUM_XCDS": dies if problem.num_q_heads % dies == 0 else 1, **config,
+        "FENCE": row.config.get("async_copy", False), "NUM_XCDS": dies if problem.num_q_heads % dies == 0 else 1, **config,
     }  # fmt: skip
 

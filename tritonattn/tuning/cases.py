@@ -5,6 +5,7 @@ A case is one call. Its tensors are made when it runs, on any device; on a machi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -104,7 +105,7 @@ def meeting(case: Case, when: Mapping[str, Any], arch: Arch) -> Case:
         if isinstance(condition, list):
             return condition[0]
         if isinstance(condition, dict):
-            return min(max(now, condition.get("min", now)), condition.get("max", now))
+            return min(max(now, condition.get("min", now)), condition.get("max", math.inf))
         return condition
 
     shape = case.shape
