@@ -74,3 +74,10 @@ def test_case_39_value_heads_of_another_size_in_the_cache(device, layout):
     tritonattn.reshape_and_cache(key, value, k_cache, v_cache, slots.to(device), kv_layout=layout)
     for got, want, needed in ((k_cache, cache.k, cache.needed_k), (v_cache, cache.v, cache.needed_v)):
         assert torch.equal(got.cpu(), torch.where(needed, want, torch.tensor(cases.MARK)))
+
+
+@pytest.mark.parametrize("count", [129, 260])
+def test_the_sequence_of_a_tile_is_found_among_many(device, count):
+    """`find_tile` looks at 128 starts at a time: sequences before, on and after that bound, empty ones among them."""
+    lens = [(n := (i * 7) % 4, n) for i in range(count)]
+    cases.prefill(lens, head_size=32, heads=(1, 1), options={"causal": True}).check(device)

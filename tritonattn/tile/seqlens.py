@@ -38,22 +38,25 @@ def find_sequence(cu, position, count):
 
 
 @triton.jit
-def find_tile(tile, cu_seqlens_q, num_seqs, num_tokens, BLOCK_M: tl.constexpr):
+def find_tile(tile, cu_seqlens_q, num_seqs, num_tokens, BLOCK_M: tl.constexpr, BLOCK: tl.constexpr = 128):
     """(sequence, first row in it) of tile 0 .. num_tokens // BLOCK_M + num_seqs, without knowing the lengths on the host.
 
     Sequence i starts at tile cu_seqlens_q[i] // BLOCK_M + i, which leaves room for its partial block. Tokens past the last
     sequence count as sequence `num_seqs`. The first row may lie past the end of the sequence: then the tile is empty.
+
+    BLOCK starts are looked at together: a binary search would pay the latency of memory at every step.
     """
-    lo = 0
-    hi = num_seqs
-    while lo < hi:
-        middle = (lo + hi + 1) // 2
-        starts = tl.load(cu_seqlens_q + middle) // BLOCK_M + middle
-        if starts <= tile:
-            lo = middle
-        else:
-            hi = middle - 1
-    return lo, (tile - (tl.load(cu_seqlens_q + lo) // BLOCK_M + lo)) * BLOCK_M
+    index = tl.arange(0, BLOCK)
+    after = 0  # sequences that start at or before the tile; the first always does
+    start = 0
+    base = 0
+    while base <= num_seqs:
+        starts = tl.load(cu_seqlens_q + base + index, mask=base + index <= num_seqs, other=0) // BLOCK_M + base + index
+        before = (starts <= tile) & (base + index <= num_seqs)
+        after += tl.sum(before.to(tl.int32), 0)
+        start = tl.maximum(start, tl.max(tl.where(before, starts, 0), 0))
+        base = tl.where(after == base + BLOCK, base + BLOCK, num_seqs + 1)
+    return after - 1, (tile - start) * BLOCK_M
 
 
 @triton.jit
