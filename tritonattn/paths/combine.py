@@ -16,7 +16,7 @@ from tritonattn.paths import launch
 from tritonattn.plan import DecodeWork, power_of_two
 from tritonattn.problem import AttnProblem
 from tritonattn.scratch import Scratch
-from tritonattn.tile import softmax, store
+from tritonattn.tile import seqlens, softmax, store
 from tritonattn.tuning.arch import Arch, detect
 from tritonattn.tuning.table import Row, lookup
 
@@ -43,13 +43,10 @@ def combine(
         seq = tl.load(merge_)
         if num_splits == 0:
             return
-    if cu_seqlens_q is None:
-        token = seq * max_seqlen_q + query
-    else:
-        start = tl.load(cu_seqlens_q + seq)
-        token = start + query
-        if token >= tl.load(cu_seqlens_q + seq + 1):
-            return
+    q_start, q_len = seqlens.query_span(cu_seqlens_q, seq, max_seqlen_q)
+    if query >= q_len:
+        return
+    token = q_start + query
 
     c = tl.arange(0, BLOCK_D)
     splits = tl.arange(0, BLOCK_S)

@@ -151,12 +151,7 @@ def decode(
         if splits == 0:
             return
     k_len = tl.load(seq_lens + seq)
-    if cu_seqlens_q is None:
-        q_start = seq * max_seqlen_q
-        q_len = max_seqlen_q
-    else:
-        q_start = tl.load(cu_seqlens_q + seq)
-        q_len = tl.load(cu_seqlens_q + seq + 1) - q_start
+    q_start, q_len = seqlens.query_span(cu_seqlens_q, seq, max_seqlen_q)
     if row0 >= q_len * GROUP:
         return
 

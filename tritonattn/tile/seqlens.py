@@ -72,3 +72,13 @@ def decode_item(work, num_splits):
     else:
         place = tl.program_id(1)
         return tl.load(work + 3 * place), tl.load(work + 3 * place + 1), tl.load(work + 3 * place + 2), place
+
+
+@triton.jit
+def query_span(cu_seqlens_q, seq, max_seqlen_q):
+    """(first token, number of tokens) of a decode sequence's queries; cu_seqlens_q None: sequence i has the i-th max_seqlen_q tokens."""
+    if cu_seqlens_q is None:
+        return seq * max_seqlen_q, max_seqlen_q
+    else:
+        start = tl.load(cu_seqlens_q + seq)
+        return start, tl.load(cu_seqlens_q + seq + 1) - start
