@@ -15,6 +15,7 @@ COMMANDS = {
     "explain": ("tritonattn.explain", "which path, table row and split each request of a batch takes, and why"),
     "check": ("tritonattn.tuning.check", "compile every table row without a GPU and judge the code"),
     "warmup": ("tritonattn.warmup", "compile ahead for a model, so that serving never does"),
+    "model": ("tritonattn.tuning.validate", "hold the cost model against a GPU, or against figures measured on one"),
     "tune": ("tritonattn.tuning.search", "sweep configurations for a model or shape and write tables"),
     "bench": ("tritonattn.bench", "time the kernels side by side with others, each with its error"),
 }

@@ -47,7 +47,7 @@ def test_two_waves_overlap():
 def test_a_helper_kernel_has_no_prediction():
     report = codegen.Report("merge", "gfx942", 8, 0, 8, 8, 0, 0, 0, 0, 4, 8, (), False)
     with pytest.raises(ValueError, match="no loop with matrix work"):
-        model.predict(report, None, by_name("gfx942"), None)
+        model.predict(report, by_name("gfx942"), None)
 
 
 def test_facts_scale():

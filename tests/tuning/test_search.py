@@ -11,6 +11,7 @@ import pytest
 from tritonattn.tuning import arch, schema, search, table, trial
 from tritonattn.tuning.cases import Case
 from tritonattn.tuning.models import MODELS, Model
+from tritonattn.tuning.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = Case("prefill", Model(2, 1, 32), query_len=16, kv_len=16)
@@ -78,23 +79,20 @@ def test_report(tmp_path):
     assert "2 of 3 within 5 %" in page and "2 refused" in page and "1000.0 us" in page
 
 
-def run_trial(job, **env):
-    path = os.pathsep.join([str(ROOT), *sys.path])
-    done = subprocess.run(
-        [sys.executable, "-m", "tritonattn.tuning.trial"], input=json.dumps(job), env={**os.environ, "PYTHONPATH": path, **env},
-        capture_output=True, text=True,
-    )  # fmt: skip
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture(scope="module")
+def try_out():
+    """`trial.outcome` in a process where Triton compiles."""
+    with Worker(trial.start, env={"TRITON_INTERPRET": "0"}) as worker:
+        yield lambda case, config, name: worker(case, config, arch.by_name(name), None, seconds=300)
 
 
-def test_a_candidate_that_breaks_is_refused():
-    found = run_trial(trial.job(SMALL, {"BLOCK_M": 48}, "gfx942", None), TRITON_INTERPRET="0")
-    assert found["refused"]
+def test_a_candidate_that_breaks_is_refused(try_out):
+    assert try_out(SMALL, {"BLOCK_M": 48}, "gfx942")["refused"]
 
 
-def test_a_candidate_is_compiled_judged_and_predicted():
+def test_a_candidate_is_compiled_judged_and_predicted(try_out):
     good = {"BLOCK_M": 64, "BLOCK_N": 32, "NUM_STAGES": 1, "num_warps": 4, "num_stages": 1, "waves_per_eu": 2, "matrix_instr_nonkdim": 16}
-    found = run_trial(trial.job(Case("prefill", MODELS["llama-3-8b"], query_len=64, kv_len=64), good, "gfx950", None), TRITON_INTERPRET="0")
+    found = try_out(Case("prefill", MODELS["llama-3-8b"], query_len=64, kv_len=64), good, "gfx950")
     assert 0 < found["predicted"] < 1e-3 and found["bound"]
 
 
@@ -114,3 +112,46 @@ def test_a_sweep_on_the_interpreter_and_its_resumption(tmp_path):
     again = subprocess.run(command, env=env, capture_output=True, text=True)
     assert json.loads(again.stdout)[0]["config"] == made["config"]
     assert (tmp_path / "interpreter" / "tune.jsonl").read_text() == journal
+
+
+def stand_in_trial():
+    """`trial.start` on a GPU that is not there: the model likes wide tiles, the GPU likes 64; one candidate kills its process, one hangs."""
+
+    def outcome(case, config, facts, device, ahead):
+        assert ahead and facts.name == "sm_90"
+        if device is None:
+            return {"refused": ["does not fit"]} if config["NUM_STAGES"] == 4 else {"predicted": 1e-3 / config["BLOCK_N"], "bound": "vector"}
+        if config["num_warps"] == 8 and config["BLOCK_N"] == 128 and config["NUM_STAGES"] == 2:
+            os._exit(1)
+        order = [abs(config["BLOCK_N"] - 64), config["programs_per_cu"], config["num_warps"] // 8, config["NUM_STAGES"] / 100]
+        return {"seconds": 1e-4 * (1 + sum(order)), "error": 0.001}
+
+    return outcome
+
+
+def test_a_sweep_on_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "start", stand_in_trial)
+    monkeypatch.setattr(search, "_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(search, "PROMISING", 2.5)
+    facts = arch.by_name("H200")
+    sweep = search.Sweep(facts, "cuda", tmp_path, jobs=2)
+    case = Case("decode", MODELS["llama-3-8b"], layout="nhd")
+    said = []
+    winner = search.search(sweep, case, said.append)
+    assert winner.config["BLOCK_N"] == 64 and winner.config["num_warps"] == 4 and winner.config["programs_per_cu"] == 1
+    assert winner.provenance["kind"] == "measured" and winner.provenance["device"] == "NVIDIA H200" and winner.provenance["microseconds"] == 202
+    assert {config["BLOCK_N"] for _, config in winner.ranking} == {64, 128}, "32 was hopeless by the model"
+    assert winner.refused == 18 + 3  # of 54: those that do not fit, and of the promising ones those that died
+    assert said[-1] == "21 timed, best 202.0 us"
+    before = sweep.journal.read_text()
+    assert search.search(sweep, case, said.append).config == winner.config
+    assert sweep.journal.read_text() == before, "an interrupted sweep goes on from the journal"
+    path = search.write(sweep, "decode", [winner])
+    assert json.loads(path.read_text())["rows"][0]["config"] == winner.config
+
+
+def test_a_spent_budget_leaves_the_rows_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(trial, "start", stand_in_trial)
+    monkeypatch.setattr(search, "_device_name", lambda device: "NVIDIA H200")
+    sweep = search.Sweep(arch.by_name("H200"), "cuda", tmp_path, deadline=0.0)
+    assert search.search(sweep, SMALL, lambda text: None) is None and not sweep.journal.exists()

@@ -35,6 +35,7 @@ class Arch:
     lds_bytes: int  # local (shared) memory that one program may use
     lds_bytes_per_clock: int = 128
     lds_bytes_per_unit: int = 0  # that of a compute unit; 0: the same as lds_bytes
+    lds_reserved: int = 0  # taken by the system from each program's share
     dies: int = 1  # XCDs: consecutive programs go round-robin over them, each has its own L2
     simds: int = 4  # per compute unit
     wave_size: int = 64
@@ -50,9 +51,20 @@ class Arch:
     last_level_bytes: int = 0  # shared by all dies
     matrix_flops: float = 0.0  # bf16, dense, data sheet
     matrix_flops_fp8: float = 0.0
-    exp_cycles: int = 16  # of one wave's v_exp_f32
+    exp_cycles: int = 16  # that one wave's exponential holds its pipe
+    vector_cycles: int = 4  # that another vector instruction of a wave does
+    issue_cycles: float = 4.0  # between two instructions of one wave
     async_copy_bits: int = 0  # widest global-to-LDS copy per lane; 0: none
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
+
+    def __getstate__(self) -> dict:
+        """For processes that compile or time for this GPU: there it is another object of the same facts."""
+        return {**self.__dict__, "sources": dict(self.sources)}
+
+    @property
+    def target(self) -> str | int:
+        """The instruction set as Triton writes it: "gfx942", or 90 for sm_90."""
+        return int(self.name.removeprefix("sm_").rstrip("a")) if self.backend == "cuda" else self.name
 
     @property
     def simulated(self) -> bool:
@@ -69,7 +81,7 @@ class Arch:
         per_simd = min(self.max_waves, self.registers // used)
         programs = per_simd * self.simds // num_warps
         if lds:
-            programs = min(programs, (self.lds_bytes_per_unit or self.lds_bytes) // lds)
+            programs = min(programs, (self.lds_bytes_per_unit or self.lds_bytes) // (lds + self.lds_reserved))
         return programs * num_warps / self.simds
 
 
@@ -109,6 +121,8 @@ _CDNA3 = Arch(
         "async_copy_bits": COMPILED,
         "clock": DATASHEET,
         "exp_cycles": ASSUMED,
+        "vector_cycles": "CDNA3 instruction set architecture guide: 16 lanes a cycle",
+        "issue_cycles": "CDNA3 instruction set architecture guide: a SIMD issues every fourth cycle",
         "hbm_bytes": DATASHEET,
         "hbm_bandwidth": DATASHEET,
         "hbm_efficiency": "ROCm/legacy-rocm-build#5070: 4.2 of 5.3 TB/s on MI300X",
@@ -140,10 +154,13 @@ _HOPPER = Arch(
     fp8_types=("float8_e4m3fn", "float8_e5m2"),
     lds_bytes=227 << 10,
     lds_bytes_per_unit=228 << 10,
+    lds_reserved=1 << 10,
     async_copy_bits=128,
     wave_size=32,
     max_waves=16,
     max_registers=255,
+    vector_cycles=1,
+    issue_cycles=2.0,
     clock=1.83e9,
     l2_bytes=50 << 20,
     hbm_efficiency=0.9,
@@ -157,6 +174,9 @@ _HOPPER = Arch(
         "max_waves": CUDA_GUIDE,
         "max_registers": CUDA_GUIDE,
         "exp_cycles": CUDA_GUIDE + ": 16 results a clock and unit",
+        "vector_cycles": CUDA_GUIDE + ": 128 FP32 results a clock and unit",
+        "issue_cycles": ASSUMED,
+        "lds_reserved": CUDA_GUIDE,
         "fp8_types": "PTX ISA, wgmma",
         "async_copy_bits": "PTX ISA, cp.async",
         "clock": DATASHEET,

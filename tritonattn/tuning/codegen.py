@@ -1,4 +1,4 @@
-"""Compile any launch for any Instinct GPU on a machine that has none, and read what the compiler made of it.
+"""Compile any launch for any GPU on a machine that has none, and read what the compiler made of it.
 
 `capture` puts a stand-in driver under Triton, so that the ops users call, on CPU tensors, go through their own launchers with
 their real arguments and specialisation; each launch is compiled and kept, and nothing runs. `read` then takes the assembly
@@ -47,7 +47,7 @@ class Launch:
 
 
 def _stand_in(arch: Arch):
-    """A driver that claims an AMD GPU of this arch on CPU tensors and can launch nothing."""
+    """A driver that claims a GPU of this arch on CPU tensors and can launch nothing."""
     import torch
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
@@ -66,7 +66,7 @@ def _stand_in(arch: Arch):
             return ty
 
         def get_current_target(self):
-            return GPUTarget(arch.backend, arch.name, arch.wave_size)
+            return GPUTarget(arch.backend, arch.target, arch.wave_size)
 
         def get_active_torch_device(self):
             return torch.device("cpu")
@@ -112,8 +112,8 @@ def capture(arch: str | Arch, dry: bool = False) -> Iterator[list[Launch]]:
     from triton.runtime.driver import driver
 
     arch = by_name(arch) if isinstance(arch, str) else arch
-    if arch.backend != "hip":
-        raise ValueError(f"arch must be an AMD one (gfx...), got {arch.name}")
+    if arch.simulated:
+        raise ValueError(f"arch must be a GPU (gfx..., sm_...), got {arch.name}")
     if knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET=1 replaces the compiler: unset it to compile")
     stand_in, index = _stand_in(arch)
@@ -178,9 +178,10 @@ class Loop:
     accumulator_moves: int
     lane_accesses: int  # v_readlane, v_writelane: also what a spilled scalar register costs
     scratch: int
-    matrix_cycles: int  # that its matrix instructions hold the SIMD
+    matrix_cycles: float  # that its matrix instructions hold the SIMD
     native_fp8: int
     byte_arithmetic: int
+    half_rate: int = 0  # NVIDIA: vector instructions of the pipes with 16 lanes
     body: tuple[str, ...] = field(repr=False, default=())
 
     @property
@@ -207,6 +208,8 @@ class Report:
     occupancy: float  # waves per SIMD, from registers and LDS
     loops: tuple[Loop, ...]  # innermost loops with matrix instructions, or without any if none has; in order of the text
     fp8_input: bool
+    grid: tuple[int, ...] = ()
+    constexprs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def main(self) -> Loop | None:
@@ -216,6 +219,10 @@ class Report:
 
 def read(launch: Launch) -> Report:
     """Take one compiled launch apart. ValueError if the assembly lacks a figure that Triton 3.6 to 3.9 print."""
+    if launch.arch.backend == "cuda":
+        from . import sass
+
+        return sass.read(launch)
     text = launch.assembly
     registers = _figure(text, r"; TotalNumVgprs: (\d+)")
     lds = launch.compiled.metadata.shared
@@ -233,8 +240,14 @@ def read(launch: Launch) -> Report:
         num_warps=launch.num_warps,
         occupancy=launch.arch.occupancy(registers, lds, launch.num_warps),
         loops=hot_loops(text),
-        fp8_input=any(t.startswith("*fp8") for t in launch.signature.values() if isinstance(t, str)),
+        fp8_input=fp8_among(launch.signature),
+        grid=launch.grid,
+        constexprs=launch.constexprs,
     )
+
+
+def fp8_among(signature: Mapping[str, str]) -> bool:
+    return any(t.startswith("*fp8") for t in signature.values() if isinstance(t, str))
 
 
 def _figure(text: str, pattern: str) -> int:
@@ -327,6 +340,7 @@ def _lds_width(op: str) -> int:
 
 ACCUMULATOR_MOVE_SHARE = 0.05
 BYTE_ARITHMETIC_SHARE = 0.25
+SCRATCH_SHARE_NVIDIA = 0.05  # ptxas keeps some loop-invariant values on the stack: the fastest prefill measured on an H200 does
 
 
 def judge(report: Report, arch: Arch, needs_matrix: bool = True) -> list[str]:
@@ -337,7 +351,7 @@ def judge(report: Report, arch: Arch, needs_matrix: bool = True) -> list[str]:
     needs_matrix: False for kernels that only move or merge.
     """
     reasons = []
-    if report.spills or report.scratch:
+    if (report.spills or report.scratch) and arch.backend != "cuda":
         reasons.append(f"{report.spills} registers spilled, {report.scratch} bytes of scratch a lane")
     if report.lds > arch.lds_bytes:
         reasons.append(f"{report.lds} bytes of LDS, {arch.name} has {arch.lds_bytes}")
@@ -347,7 +361,7 @@ def judge(report: Report, arch: Arch, needs_matrix: bool = True) -> list[str]:
         reasons.append("no matrix instructions in a loop")
     for i, loop in enumerate(report.loops):
         at = f"loop {i + 1} of {len(report.loops)}"
-        if loop.scratch:
+        if loop.scratch > (SCRATCH_SHARE_NVIDIA * loop.instructions if arch.backend == "cuda" else 0):
             reasons.append(f"{at}: {loop.scratch} scratch accesses")
         if report.scalar_spills and loop.lane_accesses:
             reasons.append(f"{at}: {loop.lane_accesses} accesses to spilled scalar registers")
@@ -356,7 +370,7 @@ def judge(report: Report, arch: Arch, needs_matrix: bool = True) -> list[str]:
             reasons += [f"{at}: {n} {name} of {width} byte{'s' if width > 1 else ''}" for width, n in narrow.items()]
         if loop.accumulator_moves > ACCUMULATOR_MOVE_SHARE * loop.instructions:
             reasons.append(f"{at}: {loop.accumulator_moves} of {loop.instructions} instructions only move accumulators")
-        if report.fp8_input and needs_matrix and loop.matrix and software_fp8(loop):
+        if report.fp8_input and needs_matrix and loop.matrix and arch.backend == "hip" and software_fp8(loop):
             reasons.append(f"{at}: fp8 converted in software")
     return reasons
 

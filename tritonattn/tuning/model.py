@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from .arch import Arch
 from .cases import Case
-from .codegen import Launch, Loop, Report
+from .codegen import Loop, Report
 
 VERSION = "1"
 OVERLAP_LOST = 0.2  # [assumed] share of the non-overlapped time that two waves still pay without barriers
@@ -39,9 +39,12 @@ class Prediction:
 def loop_cycles(loop: Loop, arch: Arch, waves: float) -> tuple[float, str]:
     """Cycles in which a SIMD with `waves` resident waves does one iteration of each, and the pipe that takes most of it."""
     matrix = float(loop.matrix_cycles)
-    vector = 4.0 * (loop.vector - loop.exponentials) + arch.exp_cycles * loop.exponentials
-    lds = arch.simds * 64.0 * loop.lds_bytes / arch.lds_bytes_per_clock  # one LDS serves all SIMDs
-    alone = 4.0 * loop.instructions + BARRIER_CYCLES * loop.barriers + SCRATCH_CYCLES * loop.scratch
+    if arch.backend == "cuda":  # three pipes side by side behind one issue port
+        vector = float(max(loop.vector, 2 * loop.half_rate, arch.exp_cycles * loop.exponentials))
+    else:
+        vector = float(arch.vector_cycles * (loop.vector - loop.exponentials) + arch.exp_cycles * loop.exponentials)
+    lds = arch.simds * arch.wave_size * loop.lds_bytes / arch.lds_bytes_per_clock  # one LDS serves all SIMDs
+    alone = arch.issue_cycles * loop.instructions + BARRIER_CYCLES * loop.barriers + SCRATCH_CYCLES * loop.scratch
     pipes = {"matrix": waves * matrix, "vector": waves * vector, "LDS": waves * lds, "issue": alone}
     bound = max(pipes, key=lambda name: pipes[name])
     low, high = pipes[bound], max(pipes[bound], waves * (matrix + vector) + BARRIER_CYCLES * loop.barriers)
@@ -49,14 +52,14 @@ def loop_cycles(loop: Loop, arch: Arch, waves: float) -> tuple[float, str]:
     return low + lost * (high - low) + waves * SCRATCH_CYCLES * loop.scratch, bound
 
 
-def predict(report: Report, launch: Launch, arch: Arch, case: Case) -> Prediction:
+def predict(report: Report, arch: Arch, case: Case) -> Prediction:
     """Time of one launch of an attention kernel in a case. ValueError for kernels without matrix work."""
     main = report.main
     if main is None or not main.matrix:
         raise ValueError(f"{report.kernel}: no loop with matrix work to predict from")
     if case.kernel == "prefill":
-        return _prefill(report, launch, arch, case, main)
-    return _decode(report, launch, arch, case, main)
+        return _prefill(report, arch, case, main)
+    return _decode(report, arch, case, main)
 
 
 def _waves(report: Report, arch: Arch, programs: float) -> tuple[float, float]:
@@ -66,8 +69,8 @@ def _waves(report: Report, arch: Arch, programs: float) -> tuple[float, float]:
     return held, max(held * report.num_warps / arch.simds, 0.25)
 
 
-def _prefill(report: Report, launch: Launch, arch: Arch, case: Case, main: Loop) -> Prediction:
-    block_m, block_n = launch.constexprs["BLOCK_M"], launch.constexprs["BLOCK_N"]
+def _prefill(report: Report, arch: Arch, case: Case, main: Loop) -> Prediction:
+    block_m, block_n = report.constexprs["BLOCK_M"], report.constexprs["BLOCK_N"]
     masked = max((loop for loop in report.loops if loop.matrix), key=lambda loop: loop.instructions)
     context = case.kv_len - case.query_len
     window = case.shape.window if case.local else 0
@@ -92,26 +95,26 @@ def _prefill(report: Report, launch: Launch, arch: Arch, case: Case, main: Loop)
     return Prediction(span / (arch.clock * SUSTAINED_CLOCK) + LAUNCH, bound)
 
 
-def _decode(report: Report, launch: Launch, arch: Arch, case: Case, main: Loop) -> Prediction:
-    shape, block_n = case.shape, launch.constexprs["BLOCK_N"]
+def _decode(report: Report, arch: Arch, case: Case, main: Loop) -> Prediction:
+    shape, block_n = case.shape, report.constexprs["BLOCK_N"]
     programs = 1
-    for size in launch.grid:
+    for size in report.grid:
         programs *= size
-    splits = launch.grid[1] if len(launch.grid) > 1 else 1
+    splits = report.grid[1] if len(report.grid) > 1 else 1
     keys = min(case.kv_len, shape.window) if case.local and shape.window else case.kv_len
     iterations = -(-keys // (block_n * splits))
     held, waves = _waves(report, arch, programs)
     per_iteration, bound = loop_cycles(main, arch, waves)
-    loaded = 64.0 * sum(width * n for widths in (main.global_loads, main.lds_copies) for width, n in widths.items())  # bytes a wave
-    in_flight = loaded * waves * arch.simds * (launch.constexprs.get("NUM_STAGES", 1) if main.lds_copies else 1)
-    latency = MEMORY_LATENCY * arch.clock + 4.0 * main.instructions
+    loaded = float(arch.wave_size) * sum(width * n for widths in (main.global_loads, main.lds_copies) for width, n in widths.items())  # bytes a wave
+    in_flight = loaded * waves * arch.simds * (report.constexprs.get("NUM_STAGES", 1) if main.lds_copies else 1)
+    latency = MEMORY_LATENCY * arch.clock + arch.issue_cycles * main.instructions
     if latency > per_iteration:
         per_iteration, bound = latency, "latency"
     rounds = -(-programs // int(arch.compute_units * held))
     seconds = rounds * (iterations * per_iteration + PROLOGUE_CYCLES) / arch.clock
     size = 1 if case.kv_dtype == "fp8" else 2
     if shape.is_mla:
-        heads_a_pass = launch.constexprs["ROWS"]
+        heads_a_pass = report.constexprs["ROWS"]
         traffic = case.batch * keys * (shape.latent + shape.rope) * size * max(1, shape.num_heads * case.query_len // heads_a_pass)
     else:
         traffic = case.batch * keys * shape.num_kv_heads * (shape.head_size + (shape.v_head_size or shape.head_size)) * size

@@ -1,7 +1,8 @@
 """`tritonattn tune`: sweep the configurations of a kernel for a model's shapes, and write the winners into the tables.
 
-Each candidate of `space.json` is compiled in a process of its own, refused by the hard rules of `check`, ranked by the cost model;
-with a GPU the promising ones are checked against the oracle and timed there, one at a time. Outcomes go to a journal as they come,
+Each candidate of `space.json` is compiled in one of several processes, refused by the hard rules of `check`, ranked by the cost model;
+with a GPU the promising ones are checked against the oracle and timed there, one at a time, the best by the model first; a process that
+crashes or hangs costs its candidate alone. Outcomes go to a journal as they come,
 so an interrupted sweep goes on where it stopped. A table file is replaced in one step.
 """
 
@@ -12,7 +13,6 @@ import html
 import itertools
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from . import model, schema, table, trial
@@ -27,6 +28,7 @@ from .arch import Arch, by_name, detect
 from .cases import Case, cases
 from .models import MODELS, Model
 from .models import model as model_named
+from .worker import Worker
 
 KERNELS = ("prefill", "decode", "mla_decode")
 PROMISING = 1.5  # timed: candidates predicted within this factor of the best prediction
@@ -62,7 +64,7 @@ class Sweep:
         waiting = []
         for config in candidates:
             past = known.get(self._key(case, config, None))
-            if past is None and self.arch.backend == "hip":
+            if past is None and not self.arch.simulated:
                 waiting.append(config)
             else:
                 yield config, past or {}
@@ -71,34 +73,45 @@ class Sweep:
     def timed(self, case: Case, configs: list[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
         """(config, outcome) on the device, one at a time."""
         known = self._journalled()
+        waiting = []
         for config in configs:
             past = known.get(self._key(case, config, self.device))
-            if past is not None:
-                yield config, past
+            if past is None:
+                waiting.append(config)
             else:
-                yield from self._run(case, [config], self.device, 1)
+                yield config, past
+        yield from self._run(case, waiting, self.device, 1)
 
     def _run(self, case, configs, device, jobs) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        with ThreadPoolExecutor(jobs) as pool:
-            pending = {pool.submit(self._one, case, config, device): config for config in configs}
-            for done in as_completed(pending):
-                yield pending[done], done.result()
+        """Results as they come, from so many workers, each of which takes one candidate after another."""
+        free: SimpleQueue[Worker] = SimpleQueue()
+        workers = [Worker(trial.start, env=dict(self.env)) for _ in range(min(jobs, len(configs)))]
+        for worker in workers:
+            free.put(worker)
 
-    def _one(self, case: Case, config: dict[str, Any], device: str | None) -> dict[str, Any]:
+        def one(config: dict[str, Any]) -> dict[str, Any]:
+            worker = free.get()
+            try:
+                return self._one(worker, case, config, device)
+            finally:
+                free.put(worker)
+
+        try:
+            with ThreadPoolExecutor(max(1, len(workers))) as pool:
+                pending = {pool.submit(one, config): config for config in configs}
+                for done in as_completed(pending):
+                    yield pending[done], done.result()
+        finally:
+            for worker in workers:
+                worker.close()
+
+    def _one(self, worker: Worker, case: Case, config: dict[str, Any], device: str | None) -> dict[str, Any]:
         left = self.deadline - time.monotonic()
         if left <= 0:
             return {"skipped": "the budget is spent"}
-        job = json.dumps(trial.job(case, config, self.arch.name, device))
-        env = {**os.environ, **dict(self.env)}
-        try:
-            done = subprocess.run(
-                [sys.executable, "-m", "tritonattn.tuning.trial"], input=job, env=env, capture_output=True, text=True,
-                timeout=min(self.trial_seconds, left),
-            )  # fmt: skip
-            lines = done.stdout.strip().splitlines()
-            found = json.loads(lines[-1]) if lines else {"refused": [f"the process died ({done.returncode}): {done.stderr[-200:]}"]}
-        except subprocess.TimeoutExpired:
-            found = {"refused": [f"no result in {min(self.trial_seconds, left):.0f} s"]}
+        found = worker(case, config, self.arch, device, self.device is not None, seconds=min(self.trial_seconds, left))
+        if "refused" in found and time.monotonic() > self.deadline:
+            return {"skipped": "the budget is spent"}
         self.journal.parent.mkdir(parents=True, exist_ok=True)
         with self.journal.open("a", encoding="utf-8") as out:
             out.write(json.dumps({"key": self._key(case, config, device), "found": found}) + "\n")
@@ -111,7 +124,7 @@ class Sweep:
         return {entry["key"]: entry["found"] for entry in entries}
 
     def _key(self, case: Case, config: dict[str, Any], device: str | None) -> str:
-        return json.dumps([repr(case), config, device and _device_name(device), versions()["triton"]], sort_keys=True)
+        return json.dumps([repr(case), config, self.arch.sku, self.arch.compute_units, device and _device_name(device), versions()["triton"]], sort_keys=True)
 
 
 @dataclass(frozen=True)

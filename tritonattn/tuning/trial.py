@@ -1,49 +1,45 @@
-"""One candidate in a process of its own: `python -m tritonattn.tuning.trial` reads a job as JSON and prints its outcome as JSON.
-
-A configuration may crash the compiler, hang the GPU or run out of memory; whatever it does, it does alone.
-"""
+"""One candidate: compiled, judged and predicted, or checked and timed on the device. It runs in a `Worker`."""
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
-from dataclasses import asdict, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
 
 import tritonattn
 
-from . import codegen, model, table
-from .arch import Arch, assume, by_name, detect
+from . import codegen, model, stopwatch, table
+from .arch import Arch, assume, detect
 from .cases import ENTRY_POINTS, Case, prepare, run
-from .models import Model
 
+REPEATS = 30
 ERROR_ALLOWED = {"bf16": 0.02, "fp16": 0.004, "fp32": 1e-4}  # largest error over largest value, for the small problem it is checked on
 
 
-def job(case: Case, config: dict[str, Any], arch: str, device: str | None) -> dict[str, Any]:
-    """A job as plain data. device: where to time it; None: compile and predict only."""
-    return {"case": asdict(case), "config": config, "arch": arch, "device": device}
+def start() -> Callable[..., dict[str, Any]]:
+    """For a `Worker`: each of them keeps to one thread, there may be one for every core."""
+    torch.set_num_threads(1)
+    return outcome
 
 
-def outcome(job: dict[str, Any]) -> dict[str, Any]:
-    """What a candidate came to: "refused" with reasons, or "predicted" seconds, or "seconds" on the device and the "error" there."""
-    case = Case(**{**job["case"], "shape": Model(**job["case"]["shape"])})
-    device = job["device"]
-    arch = by_name(job["arch"]) if device is None else detect(device)
-    candidate = table.pin(arch, **{case.kernel: job["config"]})
-    found: dict[str, Any] = {}
-    if arch.backend == "hip" and device is None:
+def outcome(case: Case, config: dict[str, Any], arch: Arch, device: str | None, ahead: bool = False) -> dict[str, Any]:
+    """What a candidate came to. Without a device "predicted" seconds and what they are "bound" by; on one the median "seconds" and the
+    "error" there; "refused" with reasons where it cannot be used. ahead: compile also what the check on a device will need."""
+    candidate = table.pin(arch, **{case.kernel: config})
+    if device is None:
         found = _compile(case, arch, candidate)
-    if device is not None:
-        with assume(candidate):
-            found |= _verify(case, arch, device)
-            if "refused" not in found:
-                found |= _time(case, arch, device)
-    return found
+        if ahead and "refused" not in found:
+            with codegen.capture(candidate):
+                run(_small(case), candidate)
+        return found
+    with assume(candidate):
+        found = _verify(case, arch, device)
+        return found if "refused" in found else found | _time(case, arch, device)
 
 
 def _compile(case: Case, arch: Arch, candidate: Arch) -> dict[str, Any]:
@@ -55,7 +51,7 @@ def _compile(case: Case, arch: Arch, candidate: Arch) -> dict[str, Any]:
             report = codegen.read(launch)
             reasons += codegen.judge(report, arch)
             if report.main and report.main.matrix:
-                prediction = model.predict(report, launch, arch, case)
+                prediction = model.predict(report, arch, case)
                 seconds += prediction.seconds
                 bounds.append(prediction.bound)
     if reasons:
@@ -63,12 +59,16 @@ def _compile(case: Case, arch: Arch, candidate: Arch) -> dict[str, Any]:
     return {"predicted": seconds, "bound": " ".join(bounds)}
 
 
+def _small(case: Case) -> Case:
+    """The same call on few, short sequences."""
+    dense = case.layout == "dense"
+    query_len = min(case.query_len, 70)
+    return replace(case, batch=2, query_len=query_len, kv_len=query_len if dense else min(case.kv_len, 300))
+
+
 def _verify(case: Case, arch: Arch, device: str) -> dict[str, Any]:
-    """The same call on few, short sequences against the float64 oracle."""
-    small = replace(case, batch=2, query_len=min(case.query_len, 70), kv_len=min(case.kv_len, 70 if case.layout == "dense" else 300))
-    if small.layout == "dense":
-        small = replace(small, kv_len=small.query_len)
-    call = prepare(small, arch, device, real=True)
+    """Against the float64 oracle."""
+    call = prepare(_small(case), arch, device, real=True)
     out = call().double().cpu()
     oracle = getattr(tritonattn.reference, call.func.__name__)
     cpu = {k: v.cpu() if isinstance(v, torch.Tensor) else v for k, v in call.keywords.items()}
@@ -88,19 +88,9 @@ def _time(case: Case, arch: Arch, device: str) -> dict[str, Any]:
             call()
             times.append(time.perf_counter() - start)
         return {"seconds": statistics.median(times)}
-    from triton.testing import do_bench
-
-    call = prepare(case, arch, device, real=True)
-    return {"seconds": do_bench(call, warmup=20, rep=100, return_mode="median") * 1e-3}
+    return {"seconds": statistics.median(stopwatch.samples(_prepared(case, device), REPEATS, device))}
 
 
-def main() -> None:
-    try:
-        found = outcome(json.load(sys.stdin))
-    except Exception as error:
-        found = {"refused": [f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"]}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+@lru_cache(maxsize=1)  # candidates of a case come one after another, and its cache may be large
+def _prepared(case: Case, device: str):
+    return prepare(case, detect(device), device, real=True)

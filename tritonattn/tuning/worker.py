@@ -1,0 +1,93 @@
+"""A process that serves calls one by one and is replaced where it dies or hangs: a candidate may crash the compiler, hang the GPU or
+run out of memory, and whatever it does, it does not do to the sweep."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+_starting = threading.Lock()
+
+
+def reason(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+
+
+class Worker:
+    """make(*args), called in the process, gives the function that serves; everything is pickled on its way.
+
+    A call returns what the function does, or {"refused": [why]} where it raises, dies, or says nothing for so many seconds.
+    env: variables of the process, where they differ from this one's.
+    """
+
+    def __init__(self, make: Callable[..., Callable], *args: Any, env: Mapping[str, str] | None = None):
+        self.make, self.args, self.env = make, args, dict(env or {})
+        self.process: Any = None
+
+    def __call__(self, *args: Any, seconds: float = 60.0) -> dict[str, Any]:
+        if self.process is None or not self.process.is_alive():
+            self._start()
+        try:
+            self.connection.send(args)
+            if self.connection.poll(seconds):
+                return self.connection.recv()
+            found = f"no result in {seconds:.0f} s"
+        except (EOFError, OSError):
+            self.process.join(5)
+            found = f"the process died ({self.process.exitcode})"
+        self.close()
+        return {"refused": [found]}
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, other = context.Pipe()
+        self.process = context.Process(target=_serve, args=(other, self.make, self.args), daemon=True)
+        with _starting, _environment(self.env):
+            self.process.start()
+        other.close()
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.join()
+            self.process = None
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]):
+    """A process inherits the environment of the moment it starts."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _serve(connection, make: Callable[..., Callable], args: tuple) -> None:
+    serve = make(*args)
+    while True:
+        try:
+            call = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send(serve(*call))
+        except Exception as error:
+            connection.send({"refused": [reason(error)]})
+            if any(sign in str(error) for sign in ("CUDA error", "HIP error", "device-side assert")):
+                return  # the context of the GPU is lost, and with it every later call
