@@ -16,11 +16,9 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Any
 
 from . import model, schema, table, trial
@@ -28,7 +26,7 @@ from .arch import Arch, by_name, detect
 from .cases import Case, cases
 from .models import MODELS, Model
 from .models import model as model_named
-from .worker import Worker
+from .worker import Worker, spread
 
 KERNELS = ("prefill", "decode", "mla_decode")
 PROMISING = 1.5  # timed: candidates predicted within this factor of the best prediction
@@ -83,27 +81,10 @@ class Sweep:
         yield from self._run(case, waiting, self.device, 1)
 
     def _run(self, case, configs, device, jobs) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-        """Results as they come, from so many workers, each of which takes one candidate after another."""
-        free: SimpleQueue[Worker] = SimpleQueue()
-        workers = [Worker(trial.start, env=dict(self.env)) for _ in range(min(jobs, len(configs)))]
-        for worker in workers:
-            free.put(worker)
+        def new() -> Worker:
+            return Worker(trial.start, env=dict(self.env))
 
-        def one(config: dict[str, Any]) -> dict[str, Any]:
-            worker = free.get()
-            try:
-                return self._one(worker, case, config, device)
-            finally:
-                free.put(worker)
-
-        try:
-            with ThreadPoolExecutor(max(1, len(workers))) as pool:
-                pending = {pool.submit(one, config): config for config in configs}
-                for done in as_completed(pending):
-                    yield pending[done], done.result()
-        finally:
-            for worker in workers:
-                worker.close()
+        return spread(configs, jobs, new, lambda worker, config: self._one(worker, case, config, device))
 
     def _one(self, worker: Worker, case: Case, config: dict[str, Any], device: str | None) -> dict[str, Any]:
         left = self.deadline - time.monotonic()

@@ -4,8 +4,8 @@
 everything in FILE; `--figures FILE` predicts anew from what such a file keeps, without a GPU. Both end in the same scores: for each
 call the rank correlation (Spearman) of predicted and measured times, and how far the best of the predicted top three is from the best.
 
-A candidate is compiled in one of several processes, launching nothing, into Triton's cache folder; one process then times them all, from
-there. If it dies or stands still another takes its place, and the candidate counts as refused.
+Candidates are compiled in several processes, launching nothing, into Triton's cache folder; one process then times them all, from there.
+One that dies or stands still is replaced, and its candidate counts as refused.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import multiprocessing
 import os
 import random
 import statistics
@@ -21,9 +20,9 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +34,11 @@ from .cases import ENTRY_POINTS, Case, prepare
 from .cases import run as call_once
 from .codegen import Loop, Report
 from .models import MODELS, Model
-from .worker import Worker, reason
+from .worker import Worker, reason, spread
 
 TOP = 3
 DIFFERENCE_ALLOWED = 0.02  # from the output of the row in force, over its largest value: bfloat16
+COMPILE_SECONDS = 120.0  # of one candidate in all its cases
 REPEATS = {"prefill": 12, "decode": 25, "mla_decode": 20}
 
 
@@ -54,6 +54,7 @@ def cases() -> list[Case]:
         Case("decode", llama, layout="nhd", batch=64, kv_len=8192),
         Case("decode", llama, layout="nhd", batch=2, kv_len=65536),
         Case("decode", qwen, layout="nhd", batch=16, kv_len=4096),
+        Case("decode", qwen, layout="nhd", batch=1, kv_len=2048),
         Case("mla_decode", sixteen, layout="latent", block_size=64, batch=64, kv_len=4096),
         Case("mla_decode", sixteen, layout="latent", block_size=64, batch=2, kv_len=65536),
         Case("mla_decode", deepseek, layout="latent", block_size=64, batch=16, kv_len=4096),
@@ -108,9 +109,13 @@ def predicted(entry: Entry, case: Case, arch: Arch) -> float | None:
 # --- compiling --------------------------------------------------------------------------------------------------------------------
 
 
-def _compile(arch: Arch, work: list[tuple[int, Case]], config: dict[str, Any]) -> list[Entry]:
-    """One candidate in its cases, in a process of the pool."""
+def _compiler() -> Callable[..., dict[str, Any]]:
     torch.set_num_threads(1)
+    return _compile
+
+
+def _compile(arch: Arch, work: list[tuple[int, Case]], config: dict[str, Any]) -> dict[str, Any]:
+    """One candidate in its cases, in a process of its own."""
     entries = []
     for index, case in work:
         entry = Entry(index, config, [])
@@ -125,7 +130,7 @@ def _compile(arch: Arch, work: list[tuple[int, Case]], config: dict[str, Any]) -
             entry.refused = "; ".join(_will_not_launch(report, arch) for report in reports).strip("; ")
         except Exception as error:
             entry.refused = reason(error)
-    return entries
+    return {"entries": entries}
 
 
 def _will_not_launch(report: Report, arch: Arch) -> str:
@@ -142,9 +147,13 @@ def compiled(arch: Arch, work: list[Case], jobs: int, limit: int) -> Iterator[li
         if 0 < limit < len(candidates):
             candidates = random.Random(0).sample(candidates, limit)
         tasks += [([(i, case) for i, case in enumerate(work) if case.kernel == kernel], config) for config in candidates]
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for done in as_completed([pool.submit(_compile, arch, part, config) for part, config in tasks]):
-            yield done.result()
+
+    def call(worker: Worker, task: tuple[list[tuple[int, Case]], dict[str, Any]]) -> list[Entry]:
+        found = worker(arch, *task, seconds=COMPILE_SECONDS)
+        return found["entries"] if "entries" in found else [Entry(i, task[1], [], refused="; ".join(found["refused"])) for i, _ in task[0]]
+
+    for _, entries in spread(tasks, jobs, partial(Worker, _compiler), call):
+        yield entries
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------------------

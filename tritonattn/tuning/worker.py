@@ -6,8 +6,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 _starting = threading.Lock()
@@ -61,6 +63,30 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def spread(tasks: list[Any], jobs: int, new: Callable[[], Worker], call: Callable[[Worker, Any], Any]) -> Iterator[tuple[Any, Any]]:
+    """(task, call(worker, task)) as they are done, by so many workers, each of which takes one task after another."""
+    workers = [new() for _ in range(max(1, min(jobs, len(tasks))))]
+    free: SimpleQueue[Worker] = SimpleQueue()
+    for worker in workers:
+        free.put(worker)
+
+    def one(task: Any) -> Any:
+        worker = free.get()
+        try:
+            return call(worker, task)
+        finally:
+            free.put(worker)
+
+    try:
+        with ThreadPoolExecutor(len(workers)) as pool:
+            pending = {pool.submit(one, task): task for task in tasks}
+            for done in as_completed(pending):
+                yield pending[done], done.result()
+    finally:
+        for worker in workers:
+            worker.close()
 
 
 @contextmanager
