@@ -18,6 +18,7 @@ COMMANDS = {
     "model": ("tritonattn.tuning.validate", "hold the cost model against a GPU, or against figures measured on one"),
     "tune": ("tritonattn.tuning.search", "sweep configurations for a model or shape and write tables"),
     "bench": ("tritonattn.bench", "time the kernels side by side with others, each with its error"),
+    "soak": ("tritonattn.soak", "serve random requests for minutes, and look for wrong rows, leaks and late compiles"),
 }
 
 

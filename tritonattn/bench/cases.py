@@ -194,6 +194,62 @@ def _plan(row: Row, device: torch.device, peers: Peers | None, only: str) -> Cas
     return Case({"tritonattn router.plan": call}, 0.0, 0.0, lambda plan: 0.0, "decode", host=True)
 
 
+def _graph(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
+    """A step whose plan has room for its own lengths, as the measure, and for `row.room` keys a sequence, as a graph is captured."""
+    x = random_inputs(row, device, cached=True)
+    latent = row.dv < row.head_size
+    if latent:
+        x.scale = 192**-0.5
+    pages = -(-row.room // row.block_size)
+    wide = torch.zeros(row.batch, pages, dtype=torch.int32, device=device)
+    wide[:, : x.block_table.shape[1]] = x.block_table
+    k, v = x.new_tokens()
+    own: dict[str, Any] = {"dtype": x.q.dtype, "device": device, "kv_dtype": x.k_cache.dtype, "block_size": row.block_size, "softmax_scale": x.scale}
+
+    def router(table):
+        out = x.empty_out()
+        if latent:
+            return _latent_step(x, table, out, own)
+        step = tritonattn.Router(
+            row.heads, row.kv_heads, row.head_size, kv_layout="nhd", k_descale=x.descales[0], v_descale=x.descales[1], **own
+        )
+        plan = step.plan(row.query_lens, row.seq_lens, table)
+        return lambda: step.run(plan, x.q, k, v, x.k_cache, x.v_cache, out=out)
+
+    def op(most):
+        out = x.empty_out()
+        common: dict[str, Any] = {"seqused_k": x.seq_lens, "block_table": wide, "max_seqlen_k": most, "softmax_scale": x.scale, "out": out}
+        if latent:
+            cache = x.k_cache.squeeze(2)
+            return lambda: tritonattn.mla_decode(x.q, cache, **common)
+        scales = {"k_descale": x.descales[0], "v_descale": x.descales[1]}
+        return lambda: tritonattn.decode_attention(x.q, x.k_cache, x.v_cache, kv_layout="nhd", **scales, **common)
+
+    ours = {
+        "tritonattn router": lambda: router(x.block_table), f"tritonattn router in {row.room}": lambda: router(wide),
+        "tritonattn op": lambda: op(row.seq_len), f"tritonattn op in {row.room}": lambda: op(row.room),
+    }  # fmt: skip
+    return _attention(x, ours, None, only, "mla_decode" if latent else "decode")
+
+
+def _latent_step(x: Inputs, table: Tensor, out: Tensor, own: dict[str, Any]) -> Call:
+    """The router's decode without projections: they are the caller's, and would hide what is timed."""
+    row = x.row
+    step = tritonattn.MlaRouter(row.heads, kv_lora_rank=row.dv, qk_nope_head_dim=128, v_head_dim=128, **own)
+    plan = step.plan(row.query_lens, row.seq_lens, table)
+    q, narrow, cache = x.q.new_zeros(len(x.q), row.heads, 192), out.new_empty(len(out), row.heads, 128), x.k_cache.squeeze(2)
+
+    def up_project_v(latent):
+        out.copy_(latent)
+        return latent[..., :128]
+
+    def call():
+        step.run(plan, q, None, None, cache, absorb=lambda _: x.q, up_project=None, up_project_v=up_project_v, out=narrow)
+        return out
+
+    return call
+
+
 def _cache(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
     x = random_inputs(row, device, cached=True)
     if row.what == "gather":
@@ -283,5 +339,5 @@ def _relative(got: Tensor, want: Tensor) -> float:
 
 _BUILDERS: dict[str, Callable[[Row, torch.device, Peers | None, str], Case]] = {
     "prefill": _prefill, "extend": _extend, "decode": _decode, "spec-decode": _decode, "mla": _mla, "mixed": _mixed, "cache": _cache,
-    "merge": _merge, "plan": _plan, "cliffs": _decode,
+    "merge": _merge, "plan": _plan, "graph": _graph, "cliffs": _decode,
 }  # fmt: skip

@@ -112,6 +112,18 @@ def cliffs(results: list[dict[str, Any]]) -> list[str]:
     return found
 
 
+def roomy(results: list[dict[str, Any]]) -> list[str]:
+    """What a plan with room for more keys than there are costs, in the `graph` suite; more than twice is too much."""
+    found = []
+    for result in results:
+        for name, call in result["calls"].items():
+            tight, _, room = name.partition(" in ")
+            if result["suite"] == "graph" and room and "us" in call and "us" in result["calls"].get(tight, {}):
+                factor = call["us"] / result["calls"][tight]["us"]
+                found.append(f"graph: {result['name']}, {tight}: room costs {factor:.2f}x{' - TOO MUCH' if factor > 2 else ''}")
+    return found
+
+
 def console() -> Console:
     return Console() if Console().is_terminal else Console(width=160)
 
@@ -136,7 +148,7 @@ def show(document: dict[str, Any], base: dict[str, Any] | None = None) -> None:
     show_machine(document)
     out = console()
     out.print(table(document["results"], document["ceilings"], base))
-    for line in (*refusals(document["results"]), *ratios(document["results"]), *cliffs(document["results"])):
+    for line in (*refusals(document["results"]), *ratios(document["results"]), *cliffs(document["results"]), *roomy(document["results"])):
         out.print(line, highlight=False, markup=False)
 
 

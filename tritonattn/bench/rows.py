@@ -21,6 +21,7 @@ class Row:
     block_size: int = 16
     fp8: bool = False  # the cache
     window: int = 0  # keys that a query sees, itself among them; 0: all
+    room: int = 0  # keys per sequence that a captured plan is made for; 0: seq_len
     what: str = ""  # in suites that time several things
     key_lengths: tuple[int, ...] = ()  # instead of batch x seq_len, where the sequences differ
     query_lengths: tuple[int, ...] = ()  # instead of query_len
@@ -33,7 +34,7 @@ class Row:
         if self.suite in ("extend", "spec-decode") or (self.suite == "mla" and self.query_len > 1):
             parts.append(f"q{self.query_len}")
         parts.append(f"S{self.seq_len}")
-        if self.suite == "mla":
+        if self.suite == "mla" or (self.suite == "graph" and self.head_size == 576):
             parts.append(f"h{self.heads}")
         else:
             parts.append(f"{self.heads}/{self.kv_heads}")
@@ -45,6 +46,8 @@ class Row:
             parts.append(f"window {self.window}")
         if self.fp8:
             parts.append("fp8")
+        if self.room:
+            parts.append(f"in {self.room}")
         return " ".join(parts)
 
     @property
@@ -68,7 +71,7 @@ class Row:
         lengths = [(min(k, 48), min(k, 48) if k == q else min(q or 1, 9)) for k, q in pairs]
         return replace(
             self, batch=batch, seq_len=48, query_len=query_len, heads=heads, kv_heads=max(1, heads * self.kv_heads // self.heads),
-            window=min(self.window, 16), key_lengths=tuple(k for k, _ in lengths), query_lengths=tuple(q for _, q in lengths),
+            window=min(self.window, 16), room=min(self.room, 200), key_lengths=tuple(k for k, _ in lengths), query_lengths=tuple(q for _, q in lengths),
         )  # fmt: skip
 
 
@@ -133,6 +136,14 @@ def _plan() -> list[Row]:
     return [*rows, Row("plan", 1, 1024, what="decode call"), Row("plan", 64, 1024, what="decode call")]
 
 
+def _graph() -> list[Row]:
+    """Steps far shorter than what their graph was captured for."""
+    rows = [Row("graph", batch, length, 64, 4, room=131072) for batch, length in ((1, 256), (8, 256), (8, 2048), (64, 256), (256, 1024))]
+    rows += [Row("graph", 8, 1024, 32, 8, room=131072), Row("graph", 8, 1024, room=131072, fp8=True)]
+    sizes = ((1, 256), (16, 256), (64, 1024))
+    return rows + [Row("graph", *size, heads, 1, 576, 512, 1, 64, room=131072) for size in sizes for heads in (16, 128)]
+
+
 def _cliffs() -> list[Row]:
     grid = product((1, 4, 8), (256, 8192, 32768, 131072), (1, 8, 12, 16, 64, 256))
     rows = [Row("cliffs", batch, length, 8 * kv_heads, kv_heads) for kv_heads, length, batch in grid]
@@ -142,7 +153,7 @@ def _cliffs() -> list[Row]:
 
 SUITES: dict[str, list[Row]] = {
     "prefill": _prefill(), "extend": _extend(), "decode": _decode(), "spec-decode": _spec_decode(), "mla": _mla(), "mixed": _mixed(),
-    "cache": _cache(), "merge": _merge(), "plan": _plan(), "cliffs": _cliffs(),
+    "cache": _cache(), "merge": _merge(), "plan": _plan(), "graph": _graph(), "cliffs": _cliffs(),
 }  # fmt: skip
 
 
