@@ -1,9 +1,10 @@
 """Compile ahead, so that serving never does.
 
-A kernel is compiled for the static facts of a call (heads, sizes, dtypes, layout, table row, which optional arguments are there);
-lengths, batch sizes and strides are not among them. So the keys a model can reach are few: `compile_ahead` drives the router and the
-cache writes over batches that reach all of them, without launching, into Triton's cache folder. It needs no GPU: an image for
-MI355X is warmed on any machine. `Compilations` counts what is compiled later; after a warm-up that is nothing.
+A kernel is compiled for the static facts of a call (heads, sizes, dtypes, layout, table row, which optional arguments are there) and
+for whether strides are multiples of 16 bytes; lengths, batch sizes and the strides themselves are not among them. So the keys a model
+can reach are few: `compile_ahead` drives the routers, the MLA ops and the cache writes over batches that reach all of them, without
+launching, into Triton's cache folder. It needs no GPU: an image for MI355X is warmed on any machine. `Compilations` counts what is
+compiled later; after a warm-up that is nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from tritonattn.tuning.arch import Arch, by_name, detect
 from tritonattn.tuning.models import MODELS, Model, model
 
 BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
+ALIGNMENTS = ((True, True), (False, True), (True, False), (False, False))  # of the strides of q, k, v, and of out
 HUGE = 1 << 31  # bytes: from there on Triton addresses a tensor otherwise, which is a key of its own
 
 
@@ -112,8 +114,7 @@ class Deployment:
 
 def batches(deployment: Deployment) -> Iterator[tuple[list[int], list[int]]]:
     """(query_lens, seq_lens) that reach every kind of plan: decode at all sizes and lengths, prefill, extend, mixed."""
-    top = deployment.max_model_len
-    lengths = [n for n in (1 << i for i in range(1, 31)) if n < top] + [top]
+    top, lengths = deployment.max_model_len, _lengths(deployment)
     sizes = [n for n in BATCHES if n <= deployment.max_batch]
     for size in sizes:
         for length in lengths:
@@ -127,6 +128,10 @@ def batches(deployment: Deployment) -> Iterator[tuple[list[int], list[int]]]:
         if query < top:
             yield [query], [min(top, query + 100)]
             yield [query, 1, query], [min(top, query + 100), top // 2, query]
+
+
+def _lengths(deployment: Deployment) -> list[int]:
+    return [n for n in (1 << i for i in range(1, 31)) if n < deployment.max_model_len] + [deployment.max_model_len]
 
 
 def calls(deployment: Deployment, arch: Arch, device: str | torch.device = "cpu") -> Iterator[Callable[[], Any]]:
@@ -147,7 +152,7 @@ def _tensors(deployment: Deployment, arch: Arch, device: str | torch.device):
     scale: Any = None
     if deployment.kv_dtype == "fp8":
         scale = torch.ones(1, device=device) if deployment.descale_tensors else 0.5
-    sizes = [1] if torch.device(device).type != "cpu" else [1, HUGE]
+    sizes = [1] if torch.device(device).type != "cpu" or arch.backend == "cuda" else [1, HUGE]
     return dtype, kv_dtype, scale, sizes
 
 
@@ -172,8 +177,9 @@ def _mha_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
                 block_size=deployment.block_size, decode_threshold=deployment.decode_threshold, window_size=window,
                 softcap=s.softcap, sinks=sinks, **scales, **layout,
             )  # fmt: skip
-            for query, seq in batches(deployment):
-                yield partial(_step, deployment, router, query, seq, k_cache, v_cache)
+            for aligned in ALIGNMENTS:
+                for query, seq in _planned(deployment, arch, router):
+                    yield partial(_step, deployment, router, query, seq, k_cache, v_cache, aligned)
         new_k = torch.empty(8, kv_heads, s.head_size, dtype=dtype, device=device)
         new_v = torch.empty(8, kv_heads, v_size, dtype=dtype, device=device)
         for slot_type in (torch.int64, torch.int32):
@@ -181,13 +187,45 @@ def _mha_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
             yield partial(tritonattn.reshape_and_cache, new_k, new_v, k_cache, v_cache, slots, **scales, **layout)
 
 
-def _step(deployment: Deployment, router, query: list[int], seq: list[int], k_cache: Tensor, v_cache: Tensor) -> None:
+def _planned(deployment: Deployment, arch: Arch, router) -> Iterator[tuple[list[int], list[int]]]:
+    """The batches of `batches`, and those of any other size that a decode row of the table is meant for."""
+    from tritonattn.plan import decode_plan
+
+    known: set[tuple[Any, int]] = set()
+
+    def is_new(query: int, seq: int, size: int) -> bool:
+        plan = decode_plan(arch, router.paged, size, query, -(-seq // deployment.block_size) * deployment.block_size)
+        before = len(known)
+        known.add((plan.row, plan.rows))
+        return len(known) > before
+
+    for queries, seqs in batches(deployment):
+        if max(queries) <= deployment.decode_threshold:
+            is_new(max(queries), max(seqs), len(queries))
+        yield queries, seqs
+    for query in {1, deployment.decode_threshold}:
+        for size in range(1, deployment.max_batch + 1):
+            for seq in _lengths(deployment):
+                if seq >= query and is_new(query, seq, size):
+                    yield [query] * size, [seq] * size
+
+
+def _rows(tokens: int, heads: int, size: int, dtype: torch.dtype, device: str | torch.device, aligned: bool) -> Tensor:
+    """[tokens, heads, size]; not aligned: with a stride that is no multiple of 16 bytes."""
+    return torch.empty(tokens, heads * size + (not aligned), dtype=dtype, device=device)[:, : heads * size].unflatten(1, (heads, size))
+
+
+def _step(
+    deployment: Deployment, router, query: list[int], seq: list[int], k_cache: Tensor, v_cache: Tensor, aligned: tuple[bool, bool]
+) -> None:
     """One layer of one batch."""
-    (heads, kv_heads), s, new = deployment.heads, deployment.shape, partial(torch.empty, dtype=router.paged.dtype, device=router.device)
+    (heads, kv_heads), s, tokens = deployment.heads, deployment.shape, sum(query)
+    new = partial(_rows, tokens, dtype=router.paged.dtype, device=router.device)
     plan = router.plan(query, seq, _table(deployment, seq, router.device))
-    q = new(sum(query), heads, s.head_size)
-    k, v = new(sum(query), kv_heads, s.head_size), new(sum(query), kv_heads, s.v_head_size or s.head_size)
-    router.run(plan, q, k, v, k_cache, v_cache, return_lse=deployment.return_lse)
+    v_size = s.v_head_size or s.head_size
+    q, k, v = (new(h, size, aligned=aligned[0]) for h, size in ((heads, s.head_size), (kv_heads, s.head_size), (kv_heads, v_size)))
+    out = None if aligned[1] else new(heads, v_size, aligned=False)
+    router.run(plan, q, k, v, k_cache, v_cache, out=out, return_lse=deployment.return_lse)
 
 
 def _table(deployment: Deployment, seq: list[int], device: str | torch.device) -> Tensor:
@@ -202,6 +240,14 @@ def _mla_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
     for least in sizes:
         pages = max(4, -(-least // (deployment.block_size * (s.latent + s.rope) * kv_dtype.itemsize)) + 1)
         cache = torch.empty(pages, deployment.block_size, s.latent + s.rope, dtype=kv_dtype, device=device)
+        router = tritonattn.MlaRouter(
+            deployment.heads[0], softmax_scale=s.head_size**-0.5, dtype=dtype, device=device, kv_lora_rank=s.latent, kv_dtype=kv_dtype,
+            qk_nope_head_dim=s.head_size - s.rope, qk_rope_head_dim=s.rope, v_head_dim=s.v_head_size, block_size=deployment.block_size,
+            decode_threshold=deployment.decode_threshold, kv_descale=scale,
+        )  # fmt: skip
+        for aligned in ALIGNMENTS:
+            for query, seq in _planned(deployment, arch, router):
+                yield partial(_mla_step, deployment, router, query, seq, cache, aligned)
         for query, seq in batches(deployment):
             if max(query) <= deployment.decode_threshold:
                 yield partial(_mla_decode, deployment, query, seq, cache, dtype, scale)
@@ -212,6 +258,21 @@ def _mla_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
         for slot_type in (torch.int64, torch.int32):
             slots = torch.arange(8, dtype=slot_type, device=device)
             yield partial(tritonattn.mla_cache_write, latent, rope, cache, slots, kv_descale=scale)
+
+
+def _mla_step(deployment: Deployment, router, query: list[int], seq: list[int], cache: Tensor, aligned: tuple[bool, bool]) -> None:
+    """One layer of one batch."""
+    s, heads, tokens = deployment.shape, deployment.heads[0], sum(query)
+    new = partial(_rows, dtype=router.paged.dtype, device=router.device)
+    plan = router.plan(query, seq, _table(deployment, seq, router.device))
+    q, k = (new(tokens, heads, s.head_size, aligned=aligned[0]) for _ in range(2))
+    v = new(tokens, heads, s.v_head_size, aligned=aligned[0])
+    router.run(
+        plan, q, k, v, cache, absorb=lambda q: new(len(q), heads, s.latent + s.rope, aligned=aligned[0]),
+        up_project=lambda latent, rope: tuple(new(len(latent), heads, n, aligned=aligned[0]) for n in (s.head_size, s.v_head_size)),
+        up_project_v=lambda latent: new(len(latent), heads, s.v_head_size, aligned=True),
+        out=None if aligned[1] else new(tokens, heads, s.v_head_size, aligned=False), return_lse=deployment.return_lse,
+    )  # fmt: skip
 
 
 def _mla_decode(deployment: Deployment, query: list[int], seq: list[int], cache: Tensor, dtype: torch.dtype, scale: Any) -> None:
@@ -246,7 +307,7 @@ def _mla_extend(deployment: Deployment, query: list[int], seq: list[int], cache:
 
 
 def compile_ahead(deployment: Deployment, arch: Arch, part: int = 0, parts: int = 1) -> list[Compilation]:
-    """Make every kernel that the deployment can reach on an AMD GPU ready in Triton's cache folder; nothing is launched.
+    """Make every kernel that the deployment can reach on a GPU ready in Triton's cache folder; nothing is launched.
 
     part, parts: this process's share of the calls; processes may share one folder. Returns what was compiled, and what was there.
     """
@@ -268,7 +329,7 @@ def _worker(deployment: Deployment, arch_name: str, folder: str | None, part: in
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", required=True, help=f"one of: {', '.join(MODELS)}")
-    parser.add_argument("--arch", help="an AMD arch or SKU (default: the GPU of this machine)")
+    parser.add_argument("--arch", help="arch or SKU (default: the GPU of this machine)")
     parser.add_argument("--out", metavar="DIR", help="cache folder to fill (default: Triton's own; serve with TRITON_CACHE_DIR=DIR)")
     parser.add_argument("--dtype", default="bf16", choices=("bf16", "fp16"))
     parser.add_argument("--kv-dtype", default="", choices=("", "fp8"), help="dtype of the cache (default: that of --dtype)")
@@ -289,8 +350,8 @@ def run(args: argparse.Namespace) -> int:
     from multiprocessing import get_context
 
     arch = by_name(args.arch) if args.arch else detect()
-    if arch.backend != "hip":
-        raise ValueError(f"--arch must be an AMD arch (gfx942, gfx950, ...) where no AMD GPU is at hand; got {arch.name}")
+    if arch.simulated:
+        raise ValueError("--arch must be that of a GPU (gfx942, MI355X, sm_90, ...) where none is at hand")
     deployment = Deployment(
         model(args.model), args.dtype, args.kv_dtype, args.kv_layout, args.block_size, args.tp, args.max_model_len, args.max_batch,
         args.decode_threshold, args.lse, args.descale_tensors,

@@ -20,6 +20,7 @@ DATASHEET = "vendor product page"
 COMPILED = "compiled and counted from the assembly with Triton 3.6.0 and 3.9.0, no GPU"
 CUDA_GUIDE = "CUDA programming guide, compute capability 9.0"
 ASSUMED = "assumed, no public source found"
+FITTED = "fitted to times on an H200 by `tritonattn model --measure`, see tuning.model"
 
 
 @dataclass(frozen=True, eq=False)  # identity is equality: `detect` and `by_name` hand out one object per GPU
@@ -54,6 +55,11 @@ class Arch:
     exp_cycles: int = 16  # that one wave's exponential holds its pipe
     vector_cycles: int = 4  # that another vector instruction of a wave does
     issue_cycles: float = 4.0  # between two instructions of one wave
+    # For the cost model, see there:
+    memory_cycles: float = 3000.0  # of a load's latency that a loop waits for, from HBM under load
+    cache_cycles: float = 600.0  # likewise, from a cache that holds the line already
+    scratch_cycles: float = 120.0  # of an access to spilled registers, beyond its issue
+    sustained: float = 0.6  # clock under matrix load over `clock`
     async_copy_bits: int = 0  # widest global-to-LDS copy per lane; 0: none
     sources: Mapping[str, str] = field(default_factory=dict, repr=False)
 
@@ -122,6 +128,10 @@ _CDNA3 = Arch(
         "clock": DATASHEET,
         "exp_cycles": ASSUMED,
         "vector_cycles": "CDNA3 instruction set architecture guide: 16 lanes a cycle",
+        "memory_cycles": ASSUMED,
+        "cache_cycles": ASSUMED,
+        "scratch_cycles": ASSUMED,
+        "sustained": "published plain-Triton prefill against the data sheet",
         "issue_cycles": "CDNA3 instruction set architecture guide: a SIMD issues every fourth cycle",
         "hbm_bytes": DATASHEET,
         "hbm_bandwidth": DATASHEET,
@@ -160,7 +170,11 @@ _HOPPER = Arch(
     max_waves=16,
     max_registers=255,
     vector_cycles=1,
-    issue_cycles=2.0,
+    issue_cycles=1.6,
+    memory_cycles=800.0,
+    cache_cycles=130.0,
+    scratch_cycles=26.0,
+    sustained=0.93,
     clock=1.83e9,
     l2_bytes=50 << 20,
     hbm_efficiency=0.9,
@@ -175,7 +189,11 @@ _HOPPER = Arch(
         "max_registers": CUDA_GUIDE,
         "exp_cycles": CUDA_GUIDE + ": 16 results a clock and unit",
         "vector_cycles": CUDA_GUIDE + ": 128 FP32 results a clock and unit",
-        "issue_cycles": ASSUMED,
+        "issue_cycles": FITTED,
+        "memory_cycles": FITTED,
+        "cache_cycles": FITTED,
+        "scratch_cycles": FITTED,
+        "sustained": FITTED,
         "lds_reserved": CUDA_GUIDE,
         "fp8_types": "PTX ISA, wgmma",
         "async_copy_bits": "PTX ISA, cp.async",

@@ -156,7 +156,7 @@ def search(sweep: Sweep, case: Case, say) -> Winner | None:
         say(f"{len(predicted)} accepted, {refused} refused, {skipped} not tried" + (f", best {best * 1e3:.3f} ms by the model" if best else ""))
     predicted.sort(key=lambda entry: entry[0])
     ranking = predicted
-    provenance: dict[str, Any] = {"kind": "modelled", "model": f"{model.VERSION} (never fitted to this GPU; for ranking)", **versions()}
+    provenance: dict[str, Any] = {"kind": "modelled", "model": f"{model.VERSION}: {model.KNOWN_ERROR}", **versions()}
     if sweep.device is not None:
         limit = PROMISING * predicted[0][0] if predicted else 0.0
         ranking = []

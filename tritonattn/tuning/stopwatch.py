@@ -7,12 +7,12 @@ from functools import cache
 
 import torch
 
-FLUSH_BYTES = 256 << 20
+FLUSH_BYTES = 512 << 20
 
 
 def samples(call: Callable[[], object], repeats: int, device: str | torch.device = "cuda") -> list[float]:
-    """Sorted seconds of `repeats` runs of the call, replayed as a graph, each after a write that empties the last-level cache and lets the
-    host run ahead. RuntimeError if it cannot be captured."""
+    """Sorted seconds of `repeats` runs of the call, replayed as a graph, each after a read of more than the last-level cache holds, which
+    empties it, leaves nothing to be written back, and lets the host run ahead. RuntimeError if the call cannot be captured."""
     for _ in range(2):
         call()  # compiles, allocates
     torch.cuda.synchronize(device)
@@ -23,7 +23,7 @@ def samples(call: Callable[[], object], repeats: int, device: str | torch.device
     torch.cuda.synchronize(device)
     events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
     for begin, end in events:
-        _flush_buffer(device).zero_()
+        _flush_buffer(device).sum()
         begin.record()
         graph.replay()
         end.record()
@@ -33,4 +33,4 @@ def samples(call: Callable[[], object], repeats: int, device: str | torch.device
 
 @cache
 def _flush_buffer(device: str | torch.device) -> torch.Tensor:
-    return torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
+    return torch.zeros(FLUSH_BYTES // 4, dtype=torch.float32, device=device)

@@ -44,9 +44,12 @@ REPEATS = {"prefill": 12, "decode": 25, "mla_decode": 20}
 
 def cases() -> list[Case]:
     """The calls that are timed: for each kernel long and short work, full and empty GPUs, one and several programs per sequence."""
-    llama, oss, deepseek = MODELS["llama-3-8b"], replace(MODELS["gpt-oss-120b"], sinks=False), MODELS["deepseek-r1"]
-    sixteen = replace(deepseek, num_heads=16, num_kv_heads=16)
-    qwen = MODELS["qwen3-235b"]
+    llama, qwen, oss, gemma = MODELS["llama-3-8b"], MODELS["qwen3-235b"], replace(MODELS["gpt-oss-120b"], sinks=False), MODELS["gemma-2-9b"]
+
+    def mla(heads: int, batch: int, kv_len: int) -> Case:
+        shape = replace(MODELS["deepseek-r1"], num_heads=heads, num_kv_heads=heads)
+        return Case("mla_decode", shape, layout="latent", block_size=64, batch=batch, kv_len=kv_len)
+
     return [
         Case("prefill", llama, batch=1, query_len=8192, kv_len=8192),
         Case("prefill", llama, batch=8, query_len=1024, kv_len=1024),
@@ -55,9 +58,17 @@ def cases() -> list[Case]:
         Case("decode", llama, layout="nhd", batch=2, kv_len=65536),
         Case("decode", qwen, layout="nhd", batch=16, kv_len=4096),
         Case("decode", qwen, layout="nhd", batch=1, kv_len=2048),
-        Case("mla_decode", sixteen, layout="latent", block_size=64, batch=64, kv_len=4096),
-        Case("mla_decode", sixteen, layout="latent", block_size=64, batch=2, kv_len=65536),
-        Case("mla_decode", deepseek, layout="latent", block_size=64, batch=16, kv_len=4096),
+        mla(16, 64, 4096),
+        mla(16, 2, 65536),
+        mla(128, 16, 4096),
+        # The constants of the model were fitted to those before; these it had not seen.
+        Case("prefill", qwen, batch=4, query_len=2048, kv_len=2048),
+        Case("prefill", gemma, batch=2, query_len=2048, kv_len=2048),
+        Case("decode", llama, layout="preshuffled", batch=32, kv_len=4096),
+        Case("decode", llama, layout="nhd", kv_dtype="fp8", batch=64, kv_len=8192),
+        Case("decode", qwen, layout="nhd", batch=8, query_len=4, kv_len=16384),
+        mla(64, 32, 8192),
+        mla(16, 128, 1024),
     ]
 
 
