@@ -1,4 +1,4 @@
-"""Keys and values by the bulk copies of NVIDIA GPUs, whose descriptors span the whole tensor: what follows a sequence must not get in."""
+"""Keys and values by the bulk copies of NVIDIA GPUs: what follows a sequence must not get in."""
 
 import os
 

@@ -8,10 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton import knobs
 from triton.compiler import CompiledKernel
+from triton.runtime import _allocation
 
 from tritonattn import log
 from tritonattn.tuning.table import Row
@@ -108,3 +110,18 @@ def _with_async_copy(wanted: bool, device: torch.device | None) -> Iterator[None
         if device is not None:
             stack.enter_context(torch.cuda.device(device))
         yield
+
+
+def workspace(tensor: Tensor, needed: bool) -> AbstractContextManager:
+    """Lets a kernel that makes descriptors have the global memory they are written to; the caller's own allocator comes back after."""
+    return _allocator(tensor.device) if needed else _NOWHERE
+
+
+@contextmanager
+def _allocator(device: torch.device) -> Iterator[None]:
+    before = _allocation._allocator.get()
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
+    try:
+        yield
+    finally:
+        triton.set_allocator(before)

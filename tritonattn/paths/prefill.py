@@ -12,7 +12,6 @@ from functools import lru_cache
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonattn.paths import launch
 from tritonattn.plan import LOG2E, UNLIMITED, compute_dtype, least_contraction, prefill_row, window
@@ -29,14 +28,23 @@ NEW_TOKENS = 2  # like PREFILL, after the CHUNK passes
 
 
 @triton.jit
-def load_block(blocks, head, row, column, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[BLOCK_N, WIDTH] of one head; rows and columns past the ends of the tensor are 0."""
-    return tl.reshape(blocks.load([head, row, column]), (BLOCK_N, WIDTH))
+def describe(base, length, stride, WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Descriptors of the two parts of [length, WIDTH] rows for the bulk copies of NVIDIA GPUs, which keep addresses out of registers.
+
+    They read zeros past `length`: neither the next sequence nor padding gets in, so masked tiles may use them as well. Made once on
+    the host, over all sequences, they are no faster on an H200, and V then takes a mask: two programs of heads of 64 no longer fit.
+    """
+    rows = tl.maximum(length, 1)
+    first = tl.make_tensor_descriptor(base, [rows, WIDTH0], [stride.to(tl.int64), 1], [BLOCK_N, WIDTH0])
+    second = first
+    if WIDTH1 > 0:
+        second = tl.make_tensor_descriptor(base + WIDTH0, [rows, WIDTH - WIDTH0], [stride.to(tl.int64), 1], [BLOCK_N, WIDTH1])
+    return first, second
 
 
 @triton.jit
 def attend_tile(
-    q0, q1, acc0, acc1, m, l, k_base, v_base, k0_blocks, k1_blocks, v0_blocks, v1_blocks, kv_head, block_row,
+    q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block, block_row,
     n, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap, stride_k_token, stride_v_token,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
     VEC: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr, MASKED: tl.constexpr,
@@ -44,7 +52,7 @@ def attend_tile(
 ):  # fmt: skip
     """Keys [n, n + BLOCK_N) into the state. MASKED tiles read only keys [lo, hi) and apply the mask.
 
-    *_blocks: see `describe`; their rows count from the first of the whole tensor, k_base and v_base start at row `block_row`.
+    *_block: see `describe`; they count from the first key of all, k_base and v_base from key `block_row`.
     """
     keys = tl.arange(0, BLOCK_N)
     ok = n + keys < hi
@@ -60,21 +68,19 @@ def attend_tile(
     # By pointer, K is loaded as [columns, keys], the way the product takes it: on gfx950 it then goes from memory to LDS without
     # registers and without a swizzle.
     if DESCRIPTORS:
-        k0 = tl.trans(load_block(k0_blocks, kv_head, block_row + n, 0, D0, BLOCK_N))
+        k0 = tl.trans(k0_block.load([block_row + n, 0]))
     else:
         k0 = load_2d(k_tile, d0, k_rows, d0 < D, ok, False, MASKED)
     s = tl.dot(q0, upcast(k0, q0.dtype), input_precision="ieee")
     if D1 > 0:
         d1 = tl.arange(0, D1)
         if DESCRIPTORS:
-            k1 = tl.trans(load_block(k1_blocks, kv_head, block_row + n, D0, D1, BLOCK_N))
+            k1 = tl.trans(k1_block.load([block_row + n, 0]))
         else:
             k1 = load_2d(k_tile + D0, d1, k_rows, d1 < D - D0, ok, D0 + D1 > D, MASKED)
         s = tl.dot(q1, upcast(k1, q0.dtype), s, input_precision="ieee")
     if DESCRIPTORS:
-        v0 = load_block(v0_blocks, kv_head, block_row + n, 0, V0, BLOCK_N)
-        if MASKED:  # behind the last key comes the next sequence, or padding that may hold anything: 0 times that must be 0
-            v0 = tl.where(ok[:, None], v0, 0.0)
+        v0 = v0_block.load([block_row + n, 0])
     elif PRELOAD_V:
         v0 = load_2d(v_tile, v_rows, c0, ok, c0 < DV, MASKED, False)
     distance = (n + keys)[None, :] - row_position[:, None]
@@ -90,9 +96,7 @@ def attend_tile(
     if V1 > 0:
         c1 = tl.arange(0, V1)
         if DESCRIPTORS:
-            v1 = load_block(v1_blocks, kv_head, block_row + n, V0, V1, BLOCK_N)
-            if MASKED:
-                v1 = tl.where(ok[:, None], v1, 0.0)
+            v1 = v1_block.load([block_row + n, 0])
         else:
             v1 = load_2d(v_tile + V0, v_rows, c1, ok, c1 < DV - V0, MASKED, V0 + V1 > DV)
         acc1 = tl.dot(p, upcast(v1, q0.dtype), acc1 * alpha[:, None], input_precision="ieee")
@@ -143,7 +147,7 @@ def attend(
     # outputs; state_ml [tile, head, 2, BLOCK_M], state_acc [tile, head, BLOCK_M, DV], fp32: rows whose passes are not over
     out, lse, state_ml, state_acc,
     # inputs
-    q, k, v, k0_blocks, k1_blocks, v0_blocks, v1_blocks, sinks, alibi_slopes, q_descale, k_descale, v_descale,
+    q, k, v, sinks, alibi_slopes, q_descale, k_descale, v_descale,
     # metadata, int32; tiles [num_tiles, 2] = (sequence, first row), or None: searched for. Sequence i's cached keys are those from
     # key_starts[i] on (what a window cuts off is left out), context_lens[i] of them before its first query.
     tiles, cu_seqlens_q, cu_seqlens_k, key_starts, context_lens,
@@ -241,6 +245,13 @@ def attend(
     k_base = k + k_row.to(tl.int64) * stride_k_token * VEC + kv_head.to(tl.int64) * stride_k_head * VEC
     v_base = v + k_row.to(tl.int64) * stride_v_token * VEC + kv_head.to(tl.int64) * stride_v_head * VEC
 
+    k0_block = None
+    k1_block = None
+    v0_block = None
+    v1_block = None
+    if DESCRIPTORS:
+        k0_block, k1_block = describe(k_base, k_len, stride_k_token * VEC, D0, D1, D, BLOCK_N)
+        v0_block, v1_block = describe(v_base, k_len, stride_v_token * VEC, V0, V1, DV, BLOCK_N)
     row_last = tl.minimum(row0 + BLOCK_M, q_len) - 1
     lo, hi = mask.visible(row0, row_last, diag, k_len, window_left, window_right)
     begin, inner_begin, inner_end = mask.split_loops(row0, row_last, diag, k_len, window_left, window_right, lo, hi, BLOCK_N)
@@ -250,7 +261,7 @@ def attend(
     v_inner = v_base + inner_begin * (stride_v_token.to(tl.int64) * VEC)
     for n in tl.range(0, inner_end - inner_begin, BLOCK_N, num_stages=NUM_STAGES):
         acc0, acc1, m, l = attend_tile(
-            q0, q1, acc0, acc1, m, l, k_inner, v_inner, k0_blocks, k1_blocks, v0_blocks, v1_blocks, kv_head, k_row + inner_begin,
+            q0, q1, acc0, acc1, m, l, k_inner, v_inner, k0_block, k1_block, v0_block, v1_block, inner_begin,
             n, lo, hi, rows, rows, slope, rows + (row0 + diag - inner_begin), factor, softcap, stride_k_token, stride_v_token,
             D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, False, BLOCK_N, CHEAP_P, PRELOAD_V, DESCRIPTORS,
         )  # fmt: skip
@@ -264,7 +275,7 @@ def attend(
     for i in tl.range(0, masked_tiles, num_stages=NUM_STAGES):
         n = tl.where(i < left_tiles, begin + i * BLOCK_N, inner_end + (i - left_tiles) * BLOCK_N)
         acc0, acc1, m, l = attend_tile(
-            q0, q1, acc0, acc1, m, l, k_base, v_base, k0_blocks, k1_blocks, v0_blocks, v1_blocks, kv_head, k_row,
+            q0, q1, acc0, acc1, m, l, k_base, v_base, k0_block, k1_block, v0_block, v1_block, 0,
             n, lo, hi, row_lo, row_hi, slope, rows + (row0 + diag), factor, softcap, stride_k_token, stride_v_token,
             D0, D1, D, V0, V1, DV, VEC, SOFTCAP, alibi_slopes is not None, WINDOW_LEFT, True, BLOCK_N, CHEAP_P, PRELOAD_V, DESCRIPTORS,
         )  # fmt: skip
@@ -322,17 +333,13 @@ def run_pass(
     vec, vec_out = launch.vec_width(q, k, v), launch.vec_width(out)
     left, right = window(params)
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
-    static = _static(row, problem, detect(q.device).dies)
-    descriptors = row.config.get("DESCRIPTORS", False) and vec > 1 and k.shape[0] > 0  # they need 16-byte strides
-    blocks = [None] * 4
-    if descriptors:
-        blocks = [*describe(k, static["D0"], static["D1"], row), *describe(v, static["V0"], static["V1"], row)]
-    with launch.on(q, row):
+    descriptors = row.config.get("DESCRIPTORS", False) and vec > 1  # they need 16-byte strides
+    with launch.on(q, row), launch.workspace(q, descriptors):
         launch.run(
             attend, (num_tiles * problem.num_q_heads,),
             (
                 out, lse, state_ml, state_acc,
-                q, k, v, *blocks, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
+                q, k, v, params.sinks, params.alibi_slopes, q_scale.pointer, k_scale.pointer, v_scale.pointer,
                 tiles, cu_seqlens_q, cu_seqlens_k, key_starts, context_lens,
                 q.stride(0) // vec, q.stride(1) // vec, k.stride(0) // vec, k.stride(1) // vec, v.stride(0) // vec, v.stride(1) // vec,
                 out.stride(0) // vec_out, out.stride(1) // vec_out, 0 if lse is None else lse.stride(0),
@@ -344,16 +351,8 @@ def run_pass(
                 "PASS": kind, "KV_SHARED": kv_shared, "VEC": vec, "VEC_OUT": vec_out, "SOFTCAP": params.softcap > 0,
                 "WINDOW_LEFT": left != UNLIMITED, "DESCRIPTORS": descriptors,
             },
-            static, row,
+            _static(row, problem, detect(q.device).dies), row,
         )  # fmt: skip
-
-
-def describe(tensor: Tensor, first: int, second: int, row: Row) -> list[TensorDescriptor | None]:
-    """Descriptors of the two parts of [tokens, heads, columns] rows, `first` and `second` columns wide, for the bulk copies of NVIDIA
-    GPUs, which keep addresses out of registers. Made on the host, once, since each program would spend microseconds on its own."""
-    heads_first = tensor.transpose(0, 1)
-    shape, strides = list(heads_first.shape), list(heads_first.stride())
-    return [TensorDescriptor(tensor, shape, strides, [1, row.config["BLOCK_N"], width]) if width else None for width in (first, second)]
 
 
 @lru_cache(maxsize=1024)
