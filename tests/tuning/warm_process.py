@@ -1,4 +1,4 @@
-"""Warm a model up for an arch without its GPU, then serve odd batches: prints what was compiled before and after."""
+"""Warm a model up for an arch without its GPU, then serve batches that the warm-up does not list: prints what was compiled before and after."""
 
 import json
 import sys
@@ -11,38 +11,74 @@ from tritonattn.tuning.arch import by_name
 from tritonattn.tuning.codegen import capture
 from tritonattn.tuning.models import model
 
+LONGEST = 2048
+WIDTHS = (1, 7, 16, 128)  # of block tables
 
-def serve(deployment, arch):
-    """Batches that the warm-up does not list: odd sizes and lengths, several widths of the table, mixed requests."""
+
+def batches():
+    """(query_lens, seq_lens, width of the table): decode at every size from 1 to 256, odd and even lengths, then mixed batches."""
+    for size in range(1, 257):
+        for width in WIDTHS:
+            yield [1] * size, [width * 16 - size % 2] * size, width
+            yield [1] * size, [1 + (i * 37) % (width * 16) for i in range(size)], width
+    mixes = [([1, 77, 1, 300, 9], [500, 99, 1024, 300, 2000]), ([3], [1001]), ([513, 2], [513, 1999]), ([2047], [2047]), ([1, 2], [2, 3])]
+    for query, seq in mixes:
+        yield query, seq, 128
+    for size in (2, 31, 100):  # decodes of every number beside an extend and a prefill
+        yield [1] * size + [65, 129], [1 + (i * 53) % 2048 for i in range(size)] + [300, 129], 128
+
+
+def odd_rows(tokens, heads, size, odd):
+    """[tokens, heads, size]; odd: cut out of wider rows, so that strides are no multiples of 16 bytes."""
+    return torch.empty(tokens, heads * size + odd, dtype=torch.bfloat16)[:, : heads * size].unflatten(1, (heads, size))
+
+
+def serve(deployment):
     heads, kv_heads = deployment.heads
     size = deployment.shape.head_size
-    dtype = torch.bfloat16
-    caches = tritonattn.layouts.allocate(deployment.kv_layout, 8, deployment.block_size, kv_heads, size, dtype=dtype)
-    router = tritonattn.Router(heads, kv_heads, size, dtype=dtype, device="cpu", kv_layout=deployment.kv_layout, block_size=deployment.block_size)
-    mixes = [([1] * n, [length] * n) for n in (1, 5, 17, 100, 255, 256) for length in (2, 15, 113, 2047)]
-    mixes += [([1, 77, 1, 300, 9], [500, 99, 1024, 300, 2000]), ([3], [1001]), ([513, 2], [513, 1999])]
-    for query, seq in mixes:
-        for width in (7, 16, 128):
-            width = max(width, -(-max(seq) // deployment.block_size))
-            plan = router.plan(query, seq, torch.zeros(len(query), width, dtype=torch.int32))
-            q = torch.empty(sum(query), heads, size, dtype=dtype)
-            k, v = (torch.empty(sum(query), kv_heads, size, dtype=dtype) for _ in range(2))
-            router.run(plan, q, k, v, *caches)
-            tritonattn.reshape_and_cache(k, v, *caches, torch.arange(len(k)) % 128, kv_layout=deployment.kv_layout)
+    caches = tritonattn.layouts.allocate(deployment.kv_layout, 8, deployment.block_size, kv_heads, size, dtype=torch.bfloat16)
+    router = tritonattn.Router(heads, kv_heads, size, dtype=torch.bfloat16, device="cpu", kv_layout=deployment.kv_layout, block_size=16)
+    for i, (query, seq, width) in enumerate(batches()):
+        tokens = sum(query)
+        q, k, v = (odd_rows(tokens, h, size, i % 3 == 1) for h in (heads, kv_heads, kv_heads))
+        out = odd_rows(tokens, heads, size, 1) if i % 5 == 1 else None
+        router.run(router.plan(query, seq, torch.zeros(len(query), width, dtype=torch.int32)), q, k, v, *caches, out=out)
+        if i % 3 != 1:
+            tritonattn.reshape_and_cache(k, v, *caches, torch.arange(tokens) % 128, kv_layout=deployment.kv_layout)
 
 
-def main(name):
-    deployment = warmup.Deployment(model("llama-3-8b"), kv_layout="nhd", max_model_len=2048)
+def serve_mla(deployment):
+    heads, s = deployment.heads[0], deployment.shape
+    cache = torch.empty(8, 16, s.latent + s.rope, dtype=torch.bfloat16)
+    router = tritonattn.MlaRouter(heads, softmax_scale=0.1, dtype=torch.bfloat16, device="cpu", block_size=16)
+    for i, (query, seq, width) in enumerate(batches()):
+        if i % 7:  # a tenth of a second each: torch's part on a CPU
+            continue
+        odd, tokens = i % 3 == 1, sum(query)
+        q, k, v = (odd_rows(tokens, heads, size, odd) for size in (s.head_size, s.head_size, s.v_head_size))
+        router.run(
+            router.plan(query, seq, torch.zeros(len(query), width, dtype=torch.int32)), q, k, v, cache,
+            absorb=lambda q, odd=odd: odd_rows(len(q), heads, s.latent + s.rope, odd),
+            up_project=lambda latent, rope, odd=odd: tuple(odd_rows(len(latent), heads, n, odd) for n in (s.head_size, s.v_head_size)),
+            up_project_v=lambda latent: odd_rows(len(latent), heads, s.v_head_size, 0),
+        )  # fmt: skip
+
+
+def main(name, served):
+    deployment = warmup.Deployment(
+        model(served), kv_layout="nhd", max_model_len=LONGEST, tensor_parallel=8 if served == "deepseek-r1" else 1
+    )
     arch = by_name(name)
     before = warmup.compile_ahead(deployment, arch)
     told = []
     with warmup.Compilations(on_new=told.append) as later, capture(arch):
-        serve(deployment, arch)
-        after = len(later.new)
+        (serve_mla if deployment.shape.is_mla else serve)(deployment)
+        after = [f"{event.kernel}: {event.key}" for event in later.new]
         odd = torch.empty(3, 4, 32, dtype=torch.float16)  # a shape that no model warmed up here has
         tritonattn.merge_attn_states(odd, torch.empty(4, 3), odd, torch.empty(4, 3))
-    print(json.dumps({"before": len(before), "after": after, "late": [event.kernel for event in told], "key": told[-1].key if told else ""}))
+    late = [event.kernel for event in told[len(after) :]]
+    print(json.dumps({"before": len(before), "after": after, "late": late, "key": told[-1].key if told else ""}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
