@@ -3,10 +3,15 @@
 import json
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jsonschema
 import pytest
+import torch
 
+import tritonattn
+from tritonattn.plan import decode_plan, prefill_row
+from tritonattn.problem import AttnProblem
 from tritonattn.tuning import arch, schema, table
 
 SHIPPED = sorted(Path(__file__).resolve().parents[2].glob("autotune_configs/*/*.json"))
@@ -191,3 +196,43 @@ def test_pinned_candidate_is_what_an_op_finds():
         assert dict(table.lookup("decode", arch.detect("cpu"), **KEY).config) == config
         assert table.lookup("merge", arch.detect("cpu"), **KEY).where.startswith("gfx942/")
     assert dict(table.lookup("decode", arch.by_name("gfx942"), **KEY).config) != config
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    """An MI300X as cuda:0 and an MI355X as cuda:1, as PyTorch for ROCm would describe them."""
+    found = [
+        SimpleNamespace(gcnArchName="gfx942:sramecc+:xnack-", multi_processor_count=304, total_memory=192e9),
+        SimpleNamespace(gcnArchName="gfx950:sramecc+:xnack-", multi_processor_count=256, total_memory=288e9),
+    ]
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found[index])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.delenv("TRITONATTN_ARCH", raising=False)
+    arch._of_device.cache_clear()
+    yield
+    arch._of_device.cache_clear()
+
+
+def test_two_devices_get_their_own_rows(two_gpus):
+    problem = AttnProblem(32, 8, 128, 128, torch.bfloat16, torch.bfloat16, "plain", 16, True)
+    for _ in range(2):  # caches on the way do not mix them
+        for index, name, units in ((0, "gfx942", 304), (1, "gfx950", 256)):
+            facts = arch.detect(torch.device("cuda", index))
+            assert (facts.name, facts.compute_units) == (name, units)
+            assert prefill_row(facts, problem, 1024).where.startswith(f"{name}/prefill.json")
+            plan = decode_plan(facts, problem, 1, 1, 65536)
+            assert plan.row.where.startswith(f"{name}/decode.json")
+            assert plan.num_splits <= plan.row.config["programs_per_cu"] * units / 8
+    assert arch.detect("cuda") is arch.detect("cuda:0") is not arch.detect("cuda:1")
+
+
+def test_a_broken_table_stops_the_op_each_time_and_only_until_mended(write):
+    path = write('{"schema": 1, "ar', arch_name="interpreter")
+    out, lse = torch.zeros(3, 2, 16), torch.zeros(2, 3)
+    for _ in range(2):
+        with pytest.raises(table.TableError, match=f"{path}: not readable as JSON"):
+            tritonattn.merge_attn_states(out, lse, out, lse)
+    path.unlink()
+    table.forget()
+    assert tritonattn.merge_attn_states(out, lse, out, lse).shape == out.shape
