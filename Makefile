@@ -3,13 +3,14 @@
 PY ?= .venv/bin/python
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+FUZZ_ARGS ?= --minutes 10
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.complete)
 
 # The ops whose machine code the simulator runs; the rest of the suite does not reach a kernel, or repeats these.
 SIM_ARCHS ?= gfx942 gfx950
 SIM_TESTS ?= tests/simulator tests/test_mha.py tests/test_mla_decode.py tests/test_mla_cache.py tests/test_cases_router.py
 
-.PHONY: help venv demo test test-sim test-gpu test-vllm lint check clean
+.PHONY: help venv demo test test-sim test-gpu test-vllm fuzz lint check clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## */  \1\t/' | expand -t 14
@@ -36,6 +37,9 @@ test-vllm: .venv-vllm/.complete ## the plug-in under a real vLLM, on the CPU, in
 
 .venv-vllm/.complete: pyproject.toml .ci/constraints.txt .ci/requirements-vllm.txt .ci/venv-vllm
 	.ci/venv-vllm .venv-vllm
+
+fuzz: $(ENV)     ## ten minutes of random calls, sound and unsound; on the CPU where there is no GPU (FUZZ_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m tritonattn fuzz $(FUZZ_ARGS)
 
 lint: $(ENV)     ## ruff and mypy
 	$(PY) -m ruff check .

@@ -132,6 +132,7 @@ def test_attention_refuses(device, op, changes, error, text):
     ("decode_attention", {"q": floats(6, 4, 96)}, ValueError, "q must be [.., .., 64] like k_cache, got [6, 4, 96]"),
     ("merge_attn_states", {"out_b": floats(6, 4, 32)}, ValueError, "out_b must be [6, 4, 64], got [6, 4, 32]"),
     ("merge_attn_states", {"lse_a": floats(6, 4).float()}, ValueError, "lse_a must be [4, 6], got [6, 4]"),
+    ("merge_attn_states", {"lse_b": floats(6, 4).float().T}, ValueError, "lse_b must have a last stride of 1, got strides [1, 4]"),
     ("merge_attn_states", {"lse_b": floats(4, 6)}, TypeError, "lse_b must be torch.float32, got torch.bfloat16"),
     ("reshape_and_cache", {"slot_mapping": ints(7)}, ValueError, "slot_mapping must be at most as long as key, 6 tokens, got 7"),
     ("reshape_and_cache", {"key": floats(6, 3, 64)}, ValueError, "key must be [.., 2, 64], got [6, 3, 64]"),
@@ -218,6 +219,7 @@ def router(device, **changes):
     ({"chunk_tokens": 0}, ValueError, "chunk_tokens must be at least 1, got 0"),
     ({"window_size": (-3, 0)}, ValueError, "window_size left"),
     ({"softcap": -2.0}, ValueError, "softcap must be finite"),
+    ({"batch_invariant": 1}, TypeError, "batch_invariant must be a bool, got int"),
 ])  # fmt: skip
 def test_router_refuses(device, changes, error, text):
     with pytest.raises(error, match="Router: ") as caught:
@@ -232,7 +234,10 @@ def test_router_refuses(device, changes, error, text):
     ([1, 1], [3, 65], 4, ValueError, "seq_lens must fit in block_table, 64 tokens in the cache, got 65 (request 1)"),
     ([1, 9], [3, 75], 4, ValueError, "got 66 (request 1)"),
     ([1.5], [3], 4, TypeError, "query_lens must be a sequence of integers"),
+    ([None], ["x"], 4, TypeError, "query_lens must be a sequence of integers, got object of shape [1]; seq_lens must be a sequence of integers"),
     ([[1]], [3], 4, TypeError, "query_lens must be a sequence of integers"),
+    ([1, [1]], [3, 3], 4, TypeError, "query_lens must be a sequence of integers, got [1, [1]]"),
+    ([1, 1], [(1 << 32) + 3, 3], 4, ValueError, "seq_lens must be at most 2147483647, got 4294967299"),
     ([1, 1, 1], [3, 3, 3], 4, ValueError, "block_table must be [3, ..], got [2, 4]"),
     ([1, 1], [3, 3], None, ValueError, "block_table must be given where a request has context, got 3 (request 0), 3 (request 1)"),
 ])  # fmt: skip

@@ -235,6 +235,7 @@ def test_plan_fills_the_device_and_no_more(arch, heads):
     ({"q": (torch.zeros(1, 4, 64), torch.zeros(1, 4, 32))}, [r"q\[1\] must be \[1, 4, 16\]"]),
     ({"q": (torch.zeros(1, 4, 64),)}, ["pair"]),
     ({"kv_lora_rank": 72}, ["latent columns", "multiple of 16", "rope columns"]),
+    ({"kv_lora_rank": "x"}, ["kv_lora_rank must be an int"]),
     ({"softmax_scale": None}, ["softmax_scale"]),
     ({"block_table": torch.zeros(2, 3, dtype=torch.int32), "num_splits": -1}, ["block_table", "num_splits"]),
     ({"seqused_k": torch.tensor([20])}, ["seqused_k", "int32"]),

@@ -104,6 +104,7 @@ def test_prefill_with_values_narrower_than_keys(device, sizes):
     ({"softmax_scale": 0.0}, ["softmax_scale"]),
     ({"total_context_len": -1, "chunk_tokens": 0}, ["total_context_len", "chunk_tokens"]),
     ({"kv_lora_rank": 70}, ["latent columns"]),
+    ({"kv_lora_rank": "x"}, ["kv_lora_rank must be an int"]),
     ({"up_project": lambda latent, rope: (latent, rope)}, ["k from up_project must have 3 dimensions"]),
     ({"up_project": lambda latent, rope: (latent.new_zeros(len(latent), 3, 48), latent.new_zeros(len(latent), 3, 16))}, ["v from up_project must be"]),
 ])  # fmt: skip

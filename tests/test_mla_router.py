@@ -147,6 +147,7 @@ def test_fp8_cache_of_two_descales(device):
 @pytest.mark.parametrize("changes,words", [
     ({"absorb": lambda q: q}, [r"q from absorb must be \[2, 3, 80\]"]),
     ({"kv_descale": -1.0}, ["kv_descale"]),
+    ({"absorb": None, "up_project": 3}, ["absorb must be callable, got NoneType", "up_project must be callable, got int"]),
     ({"k": None, "v": None}, ["k must be a tensor", "v must be a tensor"]),
     ({"kv_cache": torch.zeros(9, 8, 80)}, [r"kv_cache must be \[.., 16, 80\]"]),
 ])  # fmt: skip

@@ -19,6 +19,7 @@ COMMANDS = {
     "tune": ("tritonattn.tuning.search", "sweep configurations for a model or shape and write tables"),
     "bench": ("tritonattn.bench", "time the kernels side by side with others, each with its error"),
     "soak": ("tritonattn.soak", "serve random requests for minutes, and look for wrong rows, leaks and late compiles"),
+    "fuzz": ("tritonattn.fuzz", "random calls of every op, sound and unsound, against float64 and the named refusal"),
 }
 
 

@@ -106,7 +106,7 @@ class MlaRouter(Router):
             kv_cache: [blocks, block_size, latent + rope], holding the context, and for decode requests the new tokens too. None
                 will do where no request has context.
             absorb: q [n, H, nope + rope] of decode requests -> [n, H, latent + rope], or the pair of its parts.
-            up_project: as in `mla_extend`, for the context of extend requests.
+            up_project: as in `mla_extend`, for the context of extend requests; None will do where there are none.
             up_project_v: [n, H, latent] -> [n, H, v], for the outputs of decode requests.
             out: [T, H, v]. Rows past the last request stay as they are in a given ``out`` and are 0 in a new one; in a batch of
                 decode requests alone they are what ``up_project_v`` makes of 0.
@@ -123,11 +123,14 @@ class MlaRouter(Router):
         from tritonattn.paths.prefill import run_prefill
 
         decode_only = plan.extend is None and plan.prefill is None
+        functions: dict[str, Callable] = {} if plan.extend is None else {"up_project": up_project}
+        if plan.decode is not None:
+            functions |= {"absorb": absorb, "up_project_v": up_project_v}
         cache, params = check_mla_run(
             self.paged, self.dense, self.mla_params, q, k, v, kv_cache, plan.block_table, device=self.device, block_size=self.block_size,
             num_tokens=plan.num_tokens, reads=plan.max_cached_len, only_decodes=decode_only,
             fresh=not decode_only or self._latest.get(plan.num_seqs) == plan.version, out=out, kv_descale=kv_descale,
-            rope_descale=rope_descale,
+            rope_descale=rope_descale, functions=functions,
         )  # fmt: skip
         out, lse = self._results(q, plan.num_tokens, out, return_lse)
         cu_seqlens_q, table, extend, prefill, decode = plan.device_cu_seqlens_q, plan.block_table, plan.extend, plan.prefill, plan.decode

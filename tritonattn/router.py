@@ -59,7 +59,7 @@ class Router:
         self.device = with_index(torch.device(device))
         self.params = check_router(
             num_q_heads, num_kv_heads, head_size, v_head_size, dtype, self.device, kv_layout, kv_dtype, decode_threshold,
-            chunk_tokens, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale,
+            chunk_tokens, batch_invariant, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale,
         )  # fmt: skip
         self.kv_layout = kv_layout
         self.block_size = block_size

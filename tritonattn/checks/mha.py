@@ -191,8 +191,8 @@ def check_merge(out_a, lse_a, out_b, lse_b, *, out) -> None:
     reasons = Reasons("merge_attn_states", out_a)
     reasons.rows("out_a", out_a, 3, FLOATS)
     reasons.rows("out_b", out_b, 3, (out_a.dtype,) if isinstance(out_a, Tensor) else FLOATS)
-    reasons.tensor("lse_a", lse_a, 2, FP32)
-    reasons.tensor("lse_b", lse_b, 2, FP32)
+    reasons.rows("lse_a", lse_a, 2, FP32)
+    reasons.rows("lse_b", lse_b, 2, FP32)
     reasons.stop()
     tokens, heads, size = out_a.shape
     reasons.shape("out_b", out_b, (tokens, heads, size))

@@ -37,7 +37,7 @@ def check_mla_decode(
     if cu_seqlens_q is not None:
         reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
     reasons.rows("kv_cache", kv_cache, 3, FLOATS_AND_FP8)
-    reasons.integer("kv_lora_rank", kv_lora_rank, 1)
+    _latent_rank(reasons, kv_lora_rank)
     reasons.stop()
     tokens, heads, _ = q.shape
     width, batch = kv_cache.shape[2], len(seqused_k)
@@ -84,7 +84,7 @@ def check_mla_extend(
     reasons.rows("context_lens", context_lens, 1, INT32)
     reasons.rows("block_table", block_table, 2, INT32)
     reasons.rows("kv_cache", kv_cache, 3, FLOATS_AND_FP8)
-    reasons.integer("kv_lora_rank", kv_lora_rank, 1)
+    _latent_rank(reasons, kv_lora_rank)
     reasons.stop()
     tokens, num_q_heads, head_size = q.shape
     num_kv_heads, v_head_size = v.shape[1:]
@@ -145,7 +145,7 @@ def check_mla_gather(
     reasons.rows("block_table", block_table, 2, INT32)
     reasons.rows("starts", starts, 1, INT32)
     reasons.rows("lengths", lengths, 1, INT32)
-    reasons.integer("kv_lora_rank", kv_lora_rank, 1)
+    _latent_rank(reasons, kv_lora_rank)
     if out is not None:
         if not isinstance(out, tuple | list) or len(out) != 2:
             reasons.types.append(f"out must be a pair (latent, rope) of tensors, got {type(out).__name__}")
@@ -166,6 +166,13 @@ def check_mla_gather(
     reasons.hardware(kv_cache.dtype)
     reasons.done()
     return latent_halves(kv_cache, kv_lora_rank)
+
+
+def _latent_rank(reasons: Reasons, kv_lora_rank: int) -> None:
+    """Sizes are compared with it: without a number they cannot be discussed."""
+    types = len(reasons.types)
+    reasons.integer("kv_lora_rank", kv_lora_rank, 1)
+    reasons.unusable |= len(reasons.types) > types
 
 
 def latent_sizes(reasons: Reasons, kv_lora_rank: int, width: int) -> None:

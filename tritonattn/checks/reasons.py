@@ -22,6 +22,7 @@ FLOATS_AND_FP8 = FLOATS + FP8_DTYPES
 INT32 = (torch.int32,)
 INTS = (torch.int32, torch.int64)
 FP32 = (torch.float32,)
+MAX_INT32 = (1 << 31) - 1
 MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_STEP = 32, 256, 8
 
 
@@ -108,6 +109,9 @@ class Reasons:
         device = self.device
         if device is None:
             return
+        if device.type not in ("cpu", "cuda"):
+            self.values.append(f"tensors must be on a GPU, got {device}")
+            return
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1" and detect(device).simulated:
             self.values.append("tensors must be on a GPU, got cpu (TRITON_INTERPRET=1 runs the kernels there, slowly)")
         for dtype in dtypes:
@@ -130,6 +134,10 @@ class Reasons:
         else:
             self.integer(name, value.__index__(), least)
 
+    def flag(self, name: str, value: bool) -> None:
+        if type(value) is not bool:
+            self.types.append(f"{name} must be a bool, got {type(value).__name__}")
+
     def number(self, name: str, value: float, *, positive: bool) -> None:
         """A finite host number, above 0 or (``positive=False``) at least 0."""
         if isinstance(value, bool) or not isinstance(value, float | int):
@@ -143,9 +151,18 @@ class Reasons:
             self.types.append(f"{name} must be on the host, got a tensor on {values.device}")
             self.unusable = True
             return np.zeros(0, np.int32)
-        array = np.asarray(values)
+        try:
+            array = np.asarray(values)
+        except ValueError:  # sequences of different lengths
+            self.types.append(f"{name} must be a sequence of integers, got {values!r:.80}")
+            self.unusable = True
+            return np.zeros(0, np.int32)
         if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
             self.types.append(f"{name} must be a sequence of integers, got {array.dtype} of shape {list(array.shape)}")
+            self.unusable = True
+            return np.zeros(0, np.int32)
+        if array.itemsize > 4 and array.size and array.max() > MAX_INT32:
+            self.values.append(f"{name} must be at most {MAX_INT32}, got {array.max()}")
             self.unusable = True
         return array.astype(np.int32, copy=False)
 
@@ -162,8 +179,7 @@ class Reasons:
             self.number("softmax_scale", softmax_scale, positive=True)
         if softcap != 0.0 or type(softcap) is not float:
             self.number("softcap", softcap, positive=False)
-        if type(causal) is not bool:
-            self.types.append(f"causal must be a bool, got {type(causal).__name__}")
+        self.flag("causal", causal)
         if window_size != (-1, -1):
             if not isinstance(window_size, tuple | list) or len(window_size) != 2:
                 self.types.append(f"window_size must be a pair (left, right), got {window_size!r}")

@@ -14,8 +14,8 @@ from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, MlaParams, d
 
 
 def check_router(
-    num_q_heads, num_kv_heads, head_size, v_head_size, dtype, device, kv_layout, kv_dtype, decode_threshold, chunk_tokens, block_size,
-    softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale,
+    num_q_heads, num_kv_heads, head_size, v_head_size, dtype, device, kv_layout, kv_dtype, decode_threshold, chunk_tokens,
+    batch_invariant, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale,
 ) -> AttnParams:  # fmt: skip
     """Arguments of `Router`."""
     reasons = Reasons("Router", None, device)
@@ -26,6 +26,7 @@ def check_router(
     reasons.integer("chunk_tokens", chunk_tokens, 1)
     if block_size is not None:
         reasons.integer("block_size", block_size, 1)
+    reasons.flag("batch_invariant", batch_invariant)
     reasons.options(causal, window_size, softcap, softmax_scale)
     if dtype not in FLOATS:
         reasons.types.append(f"dtype must be {either(FLOATS)}, got {dtype}")
@@ -156,10 +157,13 @@ def check_mla_router(
 
 def check_mla_run(
     paged: AttnProblem, dense: AttnProblem, params: MlaParams, q, k, v, kv_cache, block_table, *, device, block_size, num_tokens, reads,
-    only_decodes, fresh, out, kv_descale, rope_descale,
+    only_decodes, fresh, out, kv_descale, rope_descale, functions,
 ) -> tuple[CacheView | None, MlaParams]:  # fmt: skip
-    """Arguments of `MlaRouter.run`. The view has the latent columns as K and the rope columns as V."""
+    """Arguments of `MlaRouter.run`; ``functions``: those that this batch needs. The view has the latent columns as K and the rope columns as V."""
     reasons = Reasons("MlaRouter.run", None, device)
+    for name, function in functions.items():
+        if not callable(function):
+            reasons.types.append(f"{name} must be callable, got {type(function).__name__}")
     if not fresh:
         reasons.values.append("plan must be the latest of its batch size (decode-only plans of one size share a buffer), got an older one")
     reasons.rows("q", q, 3, (dense.dtype,))

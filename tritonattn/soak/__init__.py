@@ -60,13 +60,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    import torch
     from rich.progress import Progress
 
+    from tritonattn.where import working_device
+
+    device = working_device()
     from tritonattn.bench.machine import describe
     from tritonattn.soak.layers import SETUPS
 
-    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     setups = [setup for setup in SETUPS if args.only in setup.name]
     if not setups:
         raise ValueError(f"--only must be part of one of: {', '.join(setup.name for setup in SETUPS)}; got {args.only!r}")
@@ -94,7 +95,7 @@ def tell(result: Result) -> str:
         f"  compiled {result.compiled} kernels, {len(result.compiled_late)} of them late; device memory beside scratch "
         f"{result.device_growth:+d} bytes since warm, host {result.host_growth / 2**20:+.1f} MiB, scratch {result.scratch / 2**20:.1f} MiB",
     ]
-    return "\n".join([*lines, *(f"  late: {event}" for event in result.compiled_late[:8]), *(f"  WRONG {text}" for text in result.wrong[:20])])
+    return "\n".join([*lines, *(f"  late: {event[:200]}" for event in result.compiled_late[:8]), *(f"  WRONG {text}" for text in result.wrong[:20])])
 
 
 def serve(setup: Any, device: Any, seconds: float, seed: int, steps: int = 0, show: Callable[..., Any] = lambda **state: None) -> Result:

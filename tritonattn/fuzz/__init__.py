@@ -1,0 +1,201 @@
+"""``tritonattn fuzz``: random calls of every public op for a bounded time, sound ones held against float64, unsound ones to their refusal.
+
+    tritonattn fuzz --minutes 10 --seed 1
+    tritonattn fuzz --op decode_attention --op Router
+    tritonattn fuzz --replay '{"op": "decode_attention", "lens": [[1, 17]]}'
+
+Runs where the kernels run: on the GPU, in Triton's interpreter (TRITON_INTERPRET=1), on a simulated GPU (TRITONATTN_SIM=gfx942). What fails
+is shrunk to the few choices that matter and printed as a command that does it again; the exit code is then 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+EXAMPLES = 12  # of one op before the next has its turn
+SHRINK_SECONDS = 60.0  # for a failure, beyond the time given
+GIVE_UP = 3  # failures of one kind of call
+
+
+@dataclass
+class Failure:
+    recipe: dict[str, Any]
+    problem: str
+
+    @property
+    def command(self) -> str:
+        return f"tritonattn fuzz --replay {shlex.quote(json.dumps(self.recipe))}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--minutes", type=float, default=5.0, help="default 5")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--op", action="append", default=[], help="only this op; repeatable")
+    parser.add_argument("--only", choices=("sound", "wrong"), help="only sound calls, or only those to be refused")
+    parser.add_argument("--longest", type=int, default=0, metavar="N", help="most keys of a sequence (default: 90, on a GPU 3000)")
+    parser.add_argument("--replay", metavar="JSON", help="run this one call, as printed for a failure")
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        import hypothesis  # noqa: F401
+    except ImportError:
+        raise ImportError("fuzz needs hypothesis: pip install hypothesis") from None
+    from tritonattn.fuzz.recipes import OPS
+    from tritonattn.where import working_device
+
+    device = working_device()
+    if args.replay:
+        problem = try_recipe(json.loads(args.replay), device)
+        print(problem or "right")
+        return 1 if problem else 0
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # numpy, in the interpreter: exp2 may overflow
+    unknown = set(args.op) - set(OPS)
+    if unknown or args.minutes <= 0:
+        raise ValueError(f"--op must be one of {', '.join(OPS)} and --minutes above 0; got {', '.join(args.op)} and {args.minutes}")
+    path = os.path.join(tempfile.gettempdir(), f"tritonattn-fuzz-{os.getpid()}.json")
+    print(f"should this process die, the call that did it is in {path}", flush=True)
+    counts, failures = explore(
+        args.op or list(OPS), device, args.minutes * 60, args.seed, args.longest or (3000 if device.type == "cuda" else 90), path, args.only
+    )
+    os.unlink(path)
+    for (op, kind), count in sorted(counts.items()):
+        print(f"{op}: {count} {kind} calls")
+    for failure in failures:
+        print(f"FAILED {failure.problem}\n  {failure.command}")
+    print(f"{sum(counts.values())} calls, {len(failures)} failures")
+    return 1 if failures else 0
+
+
+def try_recipe(recipe: dict[str, Any], device: Any) -> str:
+    """Runs one call; what is wrong, or nothing."""
+    from tritonattn.fuzz.calls import build
+    from tritonattn.fuzz.wrong import judge, make_wrong
+
+    call, name, how = build(recipe), "", ""
+    if recipe.get("wrong") is not None:
+        try:
+            name, how = make_wrong(call, recipe["wrong"])
+        except LookupError:  # this call has no such argument, or not in that state
+            return ""
+    try:
+        result = call.run(device)
+    except Exception as error:
+        if name:
+            return "; ".join(judge(call, name, how, error))
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return f"{recipe['op']} raised {type(error).__name__}: {str(error)[:600]} ({os.path.basename(where.filename)}:{where.lineno})"
+    problems = judge(call, name, how, None) if name else call.verify(result)
+    return f"{recipe['op']}: {'; '.join(problems)}" if problems else ""
+
+
+def named(recipe: dict[str, Any]) -> dict[str, Any]:
+    """With the wrong argument told by its name, so that it stays when the recipe changes."""
+    from tritonattn.fuzz.calls import build
+    from tritonattn.fuzz.wrong import make_wrong
+
+    return recipe | {"wrong": make_wrong(build(recipe), recipe["wrong"])} if recipe.get("wrong") is not None else recipe
+
+
+def explore(
+    ops: list[str], device: Any, seconds: float, seed: int, longest: int, path: str, only: str | None = None
+) -> tuple[Counter[tuple[str, str]], list[Failure]]:
+    """Every op in turn until the time is over: how many calls of each, and what failed, each kind of failure once."""
+    from tritonattn.tuning.arch import detect
+
+    until, counts, failures = time.monotonic() + seconds, Counter[tuple[str, str]](), dict[str, Failure]()
+    kinds = [only] if only else ["sound", "wrong"]
+    hopeless: Counter[tuple[str, str]] = Counter()
+    turn = 0
+    while time.monotonic() < until:
+        turn += 1
+        for op in ops:
+            for kind in kinds:
+                if time.monotonic() >= until or hopeless[op, kind] >= GIVE_UP:
+                    continue
+                failure = _some(op, kind, device, until, seed * 100003 + turn, longest, path, counts, tuple(detect(device).fp8_types))
+                if failure is not None:
+                    hopeless[op, kind] += 1
+                    failures.setdefault(f"{op} {re.sub(r'[0-9.e+-]+', '#', failure.problem)[:120]}", failure)
+        if all(hopeless[op, kind] >= GIVE_UP for op in ops for kind in kinds):
+            break
+    return counts, list(failures.values())
+
+
+def _some(
+    op: str, kind: str, device: Any, until: float, seed: int, longest: int, path: str, counts: Counter[tuple[str, str]], fp8: tuple[str, ...]
+) -> Failure | None:
+    """A few examples; the first that fails, shrunk."""
+    import hypothesis
+    from hypothesis import strategies as st
+
+    from tritonattn.fuzz.recipes import recipes
+
+    failure: Failure | None = None
+    strategy = recipes(op, fp8, longest)
+    if kind == "wrong":
+        strategy = st.tuples(strategy, st.integers(0, 999)).map(lambda pair: pair[0] | {"wrong": pair[1]})
+
+    def fails(recipe: dict[str, Any]) -> str:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(recipe, file)
+        counts[op, kind] += 1
+        return try_recipe(recipe, device)
+
+    @hypothesis.settings(
+        max_examples=EXAMPLES * (4 if kind == "wrong" else 1), database=None, deadline=None, phases=(hypothesis.Phase.generate,),
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )  # fmt: skip
+    @hypothesis.seed(seed)
+    @hypothesis.given(strategy)
+    def one(recipe):
+        nonlocal failure
+        if failure is None and time.monotonic() < until:
+            problem = fails(recipe)
+            if problem:
+                failure = Failure(named(recipe), problem)
+
+    one()
+    return shrink(failure, fails) if failure is not None else None
+
+
+def shrink(failure: Failure, fails: Callable[[dict[str, Any]], str]) -> Failure:
+    """Leaves out choices and sequences, and makes lengths smaller, as long as it still fails."""
+    until, smaller = time.monotonic() + SHRINK_SECONDS, True
+    while smaller:
+        smaller = False
+        for recipe in _simpler(failure.recipe):
+            if time.monotonic() > until:
+                return failure
+            problem = fails(recipe)
+            if problem:
+                failure, smaller = Failure(recipe, problem), True
+                break
+    return failure
+
+
+def _simpler(recipe: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Recipes with one thing less, the boldest first."""
+    for name in recipe:
+        if name not in ("op", "wrong", "lens"):
+            yield {key: value for key, value in recipe.items() if key != name}
+    lens = recipe.get("lens", [])
+    for i in range(len(lens)):
+        yield recipe | {"lens": lens[:i] + lens[i + 1 :]}
+    for i, pair in enumerate(lens):
+        for at, length in enumerate(pair):
+            for less in dict.fromkeys((0, 1, length // 2, length - 1)):
+                if 0 <= less < length:
+                    yield recipe | {"lens": [*lens[:i], [less if j == at else n for j, n in enumerate(pair)], *lens[i + 1 :]]}
