@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -36,6 +36,7 @@ class Compilation:
     """One kernel that Triton had to make ready: compiled, or found in the cache folder."""
 
     kernel: str
+    module: str
     target: str
     key: str  # what it was compiled for: the constexprs and the types of the arguments
     from_cache: bool
@@ -71,7 +72,7 @@ class Compilations:
         fixed = {names[path[0]]: value for path, value in src.constants.items() if len(path) == 1}
         types = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
         key = ", ".join([f"{k}={v}" for k, v in fixed.items()] + [f"{k}: {v}" for k, v in types.items()])
-        event = Compilation(src.fn.__name__, str(getattr(target, "arch", target)), key, cache_hit, times.total / 1e6)
+        event = Compilation(src.fn.__name__, src.fn.fn.__module__, str(getattr(target, "arch", target)), key, cache_hit, times.total / 1e6)
         (self.found if cache_hit else self.new).append(event)
         if not cache_hit and self.on_new:
             self.on_new(event)
@@ -112,7 +113,20 @@ class Deployment:
         return self.shape.num_heads // self.tensor_parallel, max(1, self.shape.num_kv_heads // self.tensor_parallel)
 
 
-def batches(deployment: Deployment) -> Iterator[tuple[list[int], list[int]]]:
+class Limits(Protocol):
+    """What the batches of a server keep to."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def max_batch(self) -> int: ...
+    @property
+    def decode_threshold(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+
+
+def batches(deployment: Limits) -> Iterator[tuple[list[int], list[int]]]:
     """(query_lens, seq_lens) that reach every kind of plan: decode at all sizes and lengths, prefill, extend, mixed."""
     top, lengths = deployment.max_model_len, _lengths(deployment)
     sizes = [n for n in BATCHES if n <= deployment.max_batch]
@@ -130,7 +144,7 @@ def batches(deployment: Deployment) -> Iterator[tuple[list[int], list[int]]]:
             yield [query, 1, query], [min(top, query + 100), top // 2, query]
 
 
-def _lengths(deployment: Deployment) -> list[int]:
+def _lengths(deployment: Limits) -> list[int]:
     return [n for n in (1 << i for i in range(1, 31)) if n < deployment.max_model_len] + [deployment.max_model_len]
 
 
@@ -178,7 +192,7 @@ def _mha_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
                 softcap=s.softcap, sinks=sinks, **scales, **layout,
             )  # fmt: skip
             for aligned in ALIGNMENTS:
-                for query, seq in _planned(deployment, arch, router):
+                for query, seq in planned(deployment, arch, router):
                     yield partial(_step, deployment, router, query, seq, k_cache, v_cache, aligned)
         new_k = torch.empty(8, kv_heads, s.head_size, dtype=dtype, device=device)
         new_v = torch.empty(8, kv_heads, v_size, dtype=dtype, device=device)
@@ -187,7 +201,7 @@ def _mha_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
             yield partial(tritonattn.reshape_and_cache, new_k, new_v, k_cache, v_cache, slots, **scales, **layout)
 
 
-def _planned(deployment: Deployment, arch: Arch, router) -> Iterator[tuple[list[int], list[int]]]:
+def planned(deployment: Limits, arch: Arch, router: Any) -> Iterator[tuple[list[int], list[int]]]:
     """The batches of `batches`, and those of any other size that a decode row of the table is meant for."""
     from tritonattn.plan import decode_plan
 
@@ -246,7 +260,7 @@ def _mla_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
             decode_threshold=deployment.decode_threshold, kv_descale=scale,
         )  # fmt: skip
         for aligned in ALIGNMENTS:
-            for query, seq in _planned(deployment, arch, router):
+            for query, seq in planned(deployment, arch, router):
                 yield partial(_mla_step, deployment, router, query, seq, cache, aligned)
         for query, seq in batches(deployment):
             if max(query) <= deployment.decode_threshold:

@@ -59,6 +59,7 @@ def write_rows(
 
 
 @triton.jit(
+    do_not_specialize_on_alignment=launch.METADATA,
     do_not_specialize=[
         "stride_key_token", "stride_key_head", "stride_value_token", "stride_value_head", "stride_k_block", "stride_k_token",
         "stride_k_head", "stride_v_block", "stride_v_token", "stride_v_head", "stride_k_descale", "stride_v_descale", "num_slots",
@@ -120,6 +121,7 @@ def gather_rows(
 
 
 @triton.jit(
+    do_not_specialize_on_alignment=launch.METADATA,
     do_not_specialize=[
         "stride_ko_token", "stride_ko_head", "stride_vo_token", "stride_vo_head", "stride_k_block", "stride_k_token", "stride_k_head",
         "stride_v_block", "stride_v_token", "stride_v_head", "stride_table", "stride_k_descale", "stride_v_descale", "num_seqs",

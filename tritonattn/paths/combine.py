@@ -21,7 +21,10 @@ from tritonattn.tuning.arch import Arch, detect
 from tritonattn.tuning.table import Row, lookup
 
 
-@triton.jit(do_not_specialize=["num_splits", "max_seqlen_q", "stride_out_token", "stride_out_head", "stride_lse_head"])
+@triton.jit(
+    do_not_specialize_on_alignment=launch.METADATA,
+    do_not_specialize=["num_splits", "max_seqlen_q", "stride_out_token", "stride_out_head", "stride_lse_head"],
+)
 def combine(
     out, lse, part_out, part_lse, cu_seqlens_q, merges,
     stride_out_token, stride_out_head, stride_lse_head, num_splits, max_seqlen_q,
@@ -69,6 +72,7 @@ def combine(
 
 
 @triton.jit(
+    do_not_specialize_on_alignment=launch.METADATA,
     do_not_specialize=[
         "stride_a_token", "stride_a_head", "stride_b_token", "stride_b_head", "stride_out_token", "stride_out_head",
         "stride_lse_a", "stride_lse_b", "stride_lse_out", "num_tokens",

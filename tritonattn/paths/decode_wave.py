@@ -126,6 +126,7 @@ def store_rows(
 
 
 @triton.jit(
+    do_not_specialize_on_alignment=launch.METADATA,
     do_not_specialize=[
         "k_cache", "v_cache",  # else a cache above 2 GiB would compile anew; their alignment comes with VEC
         "stride_q_token", "stride_q_head", "stride_k_block", "stride_k_token", "stride_k_head", "stride_v_block", "stride_v_token",

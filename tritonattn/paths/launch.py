@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,6 +23,12 @@ from tritonattn.tuning.table import Row
 TRITON_DTYPES = {
     torch.bfloat16: tl.float32 if knobs.runtime.interpret else tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32,
 }  # fmt: skip
+# Arguments that any slice of a larger tensor may be: a kernel is not compiled anew for their alignment, which is worth nothing to it.
+METADATA = (
+    "cu_seqlens_q", "cu_seqlens_k", "seq_lens", "context_lens", "key_starts", "block_table", "slot_mapping", "cu_rows", "starts", "lengths",
+    "tiles", "work", "merges", "sinks", "alibi_slopes", "q_descale", "k_descale", "v_descale", "kv_descale", "rope_descale", "lse", "lse_out",
+    "lse_a", "lse_b",
+)  # fmt: skip
 _NOWHERE: AbstractContextManager = nullcontext()
 
 
@@ -47,6 +54,9 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, flags: Mapping[str, Any
     Triton inspects every argument at every launch; here a launch is recognised by what its compile key depends on (dtype and
     alignment of each tensor, flags, the identity of `row` and of the cached `static`) and goes straight to the compiled kernel.
     """
+    if _preparing.get():
+        _prepare(kernel, grid, args, {**flags, **static, **row.options})
+        return
     if log.CALLS:
         log.launch(kernel, grid, row.where, {**flags, **row.config})
     if knobs.runtime.interpret or not args[0].is_cuda or kernel.pre_run_hooks:
@@ -79,6 +89,31 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, flags: Mapping[str, Any
 
 _ON_ROCM = torch.version.hip is not None
 _compiled: dict[tuple, tuple] = {}
+
+
+_preparing = ContextVar("preparing", default=False)
+
+
+@contextmanager
+def preparing() -> Iterator[None]:
+    """Within the block, launches of this thread are compiled and loaded on the tensors' device, and not made."""
+    token = _preparing.set(True)
+    try:
+        yield
+    finally:
+        _preparing.reset(token)
+
+
+def is_preparing() -> bool:
+    return _preparing.get()
+
+
+def _prepare(kernel: Any, grid: tuple[int, ...], args: tuple, keywords: dict[str, Any]) -> None:
+    if knobs.runtime.interpret:
+        return
+    compiled = kernel.run(*args, grid=grid, warmup=True, **keywords)
+    if args[0].is_cuda and isinstance(compiled, CompiledKernel):
+        _ = compiled.run  # loads the code: later that could fall into the capture of a graph
 
 
 def on(tensor: Tensor, row: Row | None = None) -> AbstractContextManager:

@@ -100,6 +100,7 @@ def store_rows(
 
 
 @triton.jit(
+    do_not_specialize_on_alignment=launch.METADATA,
     do_not_specialize=[
         "kv_cache",
         "stride_q_token", "stride_q_head", "stride_rope_token", "stride_rope_head", "stride_kv_block", "stride_kv_token",

@@ -137,6 +137,7 @@ def store_state(
 
 
 @triton.jit(
+    do_not_specialize_on_alignment=launch.METADATA,
     do_not_specialize=[
         "stride_q_token", "stride_q_head", "stride_k_token", "stride_k_head", "stride_v_token", "stride_v_head",
         "stride_out_token", "stride_out_head", "stride_lse_head", "stride_q_descale", "stride_k_descale", "stride_v_descale",

@@ -155,11 +155,12 @@ class Planner(Router):
         return BatchPlan(self, None, launch, None, context, whole=True)
 
     def launch(
-        self, plan: BatchPlan, batch: Batch, params: AttnParams, q: Tensor, k: Tensor | None, v: Tensor | None, cache: CacheView, out: Tensor
+        self, plan: BatchPlan, batch: Batch, params: AttnParams, q: Tensor, k: Tensor | None, v: Tensor | None, cache: CacheView, out: Tensor,
+        arena: Any = None,
     ) -> None:
         """One layer. The new tokens are in the cache already; where `k` and `v` are given, prefill and extend take them from there."""
         count, cu_seqlens_q, table = len(batch.query_lens), batch.cu_seqlens_q, batch.block_table
-        arena = scratch(q.device)
+        arena = arena or scratch(q.device)
         extend, prefill, decode = plan.extend, plan.prefill, plan.decode
         if plan.whole or self.kind.cached_only:
             k = v = None

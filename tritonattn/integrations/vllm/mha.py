@@ -5,6 +5,7 @@ It derives from vLLM's own, which stays behind it for the features that only tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
@@ -19,12 +20,14 @@ from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tritonattn.checks.reasons import HEAD_SIZE_STEP, MAX_HEAD_SIZE, MIN_HEAD_SIZE
-from tritonattn.integrations.vllm import layout
+from tritonattn.integrations.vllm import layout, warm
 from tritonattn.integrations.vllm.batch import CHUNK_TOKENS, Batch, BatchPlan, Kind, Planner
 from tritonattn.layouts import CacheView
 from tritonattn.paths.cache import run_write
 from tritonattn.paths.prefill import run_prefill
 from tritonattn.problem import AttnParams, AttnProblem
+from tritonattn.tuning.arch import detect
+from tritonattn.warmup import planned
 
 ENCODERS = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -33,6 +36,8 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 @dataclass
 class Metadata(stock.TritonAttentionMetadata):
     batch: Batch | None = None
+    warm: Callable[..., None] | None = None
+    """Compiles what layers of a kind can reach; see `MetadataBuilder.warm`."""
 
 
 class MetadataBuilder(stock.TritonAttentionMetadataBuilder):
@@ -43,6 +48,7 @@ class MetadataBuilder(stock.TritonAttentionMetadataBuilder):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.supports_draft_decode_metadata_update = False  # a plan is host work
         self._threshold = max_decode_query_len(vllm_config)
+        self._limits = warm.Limits.of(vllm_config, self._threshold, self.block_size)
         self._planners: dict[Kind, Planner] = {}
         layers = vllm_config.compilation_config.static_forward_context
         for impl in {id(impl): impl for name in layer_names if isinstance(impl := getattr(layers.get(name), "impl", None), Impl)}.values():
@@ -56,7 +62,15 @@ class MetadataBuilder(stock.TritonAttentionMetadataBuilder):
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Metadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return Metadata(**vars(metadata), batch=Batch(common_attn_metadata, self._threshold, self._planners, self._planner))
+        return Metadata(**vars(metadata), batch=Batch(common_attn_metadata, self._threshold, self._planners, self._planner), warm=self.warm)
+
+    def warm(self, kind: Kind, impl: Impl, params: AttnParams, q: Tensor, k: Tensor | None, v: Tensor | None, cache: CacheView, out: Tensor) -> None:
+        """Every batch that a layer of this kind can meet, on its own tensors. For `warm.once`: with launches turned into compilations."""
+        planner = self._planner(kind, impl)  # the other's buffers hold the plan of the current step
+        for query, seq in planned(self._limits, detect(q.device), planner):
+            batch = Batch(warm.batch(query, seq, self.block_size, q.device), self._threshold, {kind: planner}, self._planner)
+            q_rows, k_rows, v_rows, out_rows = (warm.tokens(tensor, sum(query)) for tensor in (q, k, v, out))
+            planner.launch(batch.plan(kind, impl), batch, params, q_rows, k_rows, v_rows, cache, out_rows, warm.Blank(q.device))
 
 
 class TritonAttentionBackend(stock.TritonAttentionBackend):
@@ -174,6 +188,7 @@ class Impl(stock.TritonAttentionImpl):
             params = params._replace(k_descale=layer._k_scale, v_descale=layer._v_scale)
         cache = self._cache(kv_cache)
         plan = self._plan(attn_metadata.batch, query.dtype, causal, key is None or value is None)
+        warm.once(plan.planner.kind, query.device, lambda: attn_metadata.warm(plan.planner.kind, self, params, query, key, value, cache, output))
         plan.planner.launch(plan, attn_metadata.batch, params, query, key, value, cache, output)
         return output
 

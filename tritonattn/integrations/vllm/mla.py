@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -14,13 +15,14 @@ import vllm.envs as envs
 from torch import Tensor
 from vllm.model_executor.layers.attention import mla_attention as common
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, max_decode_query_len
 from vllm.v1.attention.backends.mla import triton_mla as stock
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
 from tritonattn import layouts
 from tritonattn.checks.mla import LATENT_STEP, MAX_LATENT, MAX_ROPE
 from tritonattn.checks.reasons import HEAD_SIZE_STEP, MAX_HEAD_SIZE
+from tritonattn.integrations.vllm import warm
 from tritonattn.integrations.vllm.batch import scratch
 from tritonattn.paths.cache import run_gather, run_write
 from tritonattn.paths.mla_decode import run_mla_decode
@@ -28,6 +30,7 @@ from tritonattn.paths.prefill import CHUNK, NEW_TOKENS, run_pass, run_prefill, t
 from tritonattn.plan import ContextRow, decode_plan, prefill_row
 from tritonattn.problem import AttnParams, AttnProblem, MlaParams
 from tritonattn.tuning.arch import detect
+from tritonattn.warmup import planned
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -139,6 +142,7 @@ class Impl(stock.TritonMLAImpl):
         # Without others in the batch all of it is decode, a block of non-causal draft tokens of any length too.
         longest = int(decode.max_query_len if attn_metadata.num_prefills else attn_metadata.max_query_len)
         problem = _latent_problem(heads, self.kv_lora_rank, self.qk_rope_head_dim, q.dtype, cache.dtype, cache.shape[1], attn_metadata.causal)
+        warm.once((problem, rope is None), q.device, lambda: self._warm_decode(problem, q, rope, cache, layer))
         arch = detect(q.device)
         if envs.VLLM_BATCH_INVARIANT:
             plan = decode_plan(arch, problem, 1, longest, self._vllm_config.model_config.max_model_len, 1)
@@ -155,6 +159,16 @@ class Impl(stock.TritonMLAImpl):
         )  # fmt: skip
         return out, None if lse is None else lse.t()
 
+    def _warm_decode(self, problem: AttnProblem, q: Tensor, rope: Tensor | None, cache: Tensor, layer: Any) -> None:
+        """Every decode batch that can come; for `warm.once`."""
+        limits = warm.Limits.of(self._vllm_config, max_decode_query_len(self._vllm_config), cache.shape[1])
+        for query, seq in planned(limits, detect(q.device), SimpleNamespace(paged=problem)):
+            if max(query) <= limits.decode_threshold:
+                known, rows = warm.batch(query, seq, cache.shape[1], q.device), warm.tokens(q, sum(query))
+                decode = DecodeMetadata(known.block_table_tensor, known.seq_lens, None, known.query_start_loc, known.max_query_len, known.max_seq_len)
+                metadata = SimpleNamespace(decode=decode, num_prefills=1, causal=problem.causal)
+                self.forward_mqa(rows if rope is None else (rows, warm.tokens(rope, sum(query))), cache, metadata, layer)
+
     # -- prefill and extend ---------------------------------------------------------------------------------------
 
     def forward_mha(self, q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, attn_metadata, k_scale, output, output_scale=None) -> None:
@@ -167,6 +181,8 @@ class Impl(stock.TritonMLAImpl):
         rows = out.view(-1, self.num_heads, self.v_head_dim)
         context, starts = prefill.chunked_context, prefill.query_start_loc
         problem, params = _dense_problem(self.num_heads, q.shape[2], self.v_head_dim, q.dtype), AttnParams(self.scale)
+        key = (problem, kv_c_and_k_pe_cache.dtype, kv_c_and_k_pe_cache.shape[1])
+        warm.once(key, q.device, lambda: self._warm_prefill(q, kv_c_normed, k_pe, kv_c_and_k_pe_cache, k_scale, out))
         longest, count = int(prefill.max_query_len), len(starts) - 1
         if context is None:
             run_prefill(problem, params, q, k, v, rows, None, cu_seqlens_q=starts, cu_seqlens_k=starts, num_seqs=count, max_seqlen_q=longest)
@@ -175,6 +191,25 @@ class Impl(stock.TritonMLAImpl):
         if output_scale is not None:  # asked for by a prefill backend of vLLM's that could fuse it
             most = torch.finfo(output.dtype).max
             output.copy_((out.float() / output_scale).clamp_(-most, most).to(output.dtype))
+
+    def _warm_prefill(self, q: Tensor, kv_c_normed: Tensor, k_pe: Tensor, kv_cache: Tensor, k_scale: Tensor, output: Tensor) -> None:
+        """Prompts of any length, without and with context; for `warm.once`. The projection runs, on a few copies of one row."""
+        count, device = 16, q.device  # tokens; the length that is claimed for them is what chooses
+        known = warm.batch([count], [count], kv_cache.shape[1], device)
+        rows = [warm.tokens(tensor, count) for tensor in (q, kv_c_normed, k_pe)]
+        context = None
+        if self.dcp_world_size == 1:
+            ends, zeros = known.query_start_loc, torch.zeros(1, dtype=torch.int32, device=device)
+            chunk = SimpleNamespace(num_context_tokens=count, cu_seq_lens=ends, starts=zeros, request_slice=slice(0, 1), num_requests=1)
+            workspace = torch.empty(count, kv_cache.shape[2], dtype=q.dtype, device=device)
+            context = SimpleNamespace(row=ContextRow(zeros, known.seq_lens, ends), chunks=[chunk], workspace=workspace)
+        for longest in (1 << i for i in range(self._vllm_config.scheduler_config.max_num_batched_tokens.bit_length())):
+            for chunked_context in (None, context):
+                prefill = SimpleNamespace(
+                    q_data_type=q.dtype, chunked_context=chunked_context, query_start_loc=known.query_start_loc, max_query_len=longest,
+                    block_table=known.block_table_tensor,
+                )  # fmt: skip
+                self.forward_mha(*rows, kv_cache, SimpleNamespace(prefill=prefill), k_scale, warm.tokens(output, count))
 
     def _up_project(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """[n, latent], [n, 1, rope] -> [n, H, nope + rope], [n, H, v]."""
