@@ -6,12 +6,12 @@ import sys
 os.environ |= {"CUDA_VISIBLE_DEVICES": "", "VLLM_LOGGING_LEVEL": "ERROR"}
 os.environ.pop("TRITON_INTERPRET", None)
 
-import torch  # noqa: E402
-import vllm.platforms.interface as platforms  # noqa: E402
-import vllm.utils.torch_utils  # noqa: E402
-from pytest import MonkeyPatch  # noqa: E402
+import torch
+import vllm.platforms.interface as platforms
+import vllm.utils.torch_utils
+from pytest import MonkeyPatch
 
-import tritonattn.integrations.vllm  # noqa: E402
+import tritonattn.integrations.vllm
 
 platforms.UnspecifiedPlatform.fp8_dtype = classmethod(lambda _: torch.float8_e4m3fnuz)
 platforms.UnspecifiedPlatform.num_compute_units = classmethod(lambda *_: 8)
