@@ -86,11 +86,16 @@ def test_case_6_dead_slots(device, layout, fp8):
 
 
 @SPLITS
+@pytest.mark.parametrize("block_size", [16, 4, 20])
 @pytest.mark.parametrize("layout", ["nhd", "preshuffled"])
-def test_case_7_blocks_left_of_the_window(device, layout, num_splits):
-    window = {"window_size": (31, 0)}
-    cases.decode([(1, 200), (2, 90)], layout=layout, options=window).check(device, num_splits=num_splits)
-    cases.extend([(3, 200), (20, 90)], layout=layout, options=window).check(device, chunk_tokens=32)
+def test_case_7_blocks_left_of_the_window(device, layout, block_size, num_splits):
+    """Also where no 16 tokens fit a block, or a block ends anywhere between two multiples of 16: their table entries are no blocks."""
+    shape = {"layout": layout, "block_size": block_size, "options": {"window_size": (31, 0)}}
+    cases.decode([(1, 200), (2, 90)], **shape).check(device, num_splits=num_splits)
+    lens = [(3, 200), (20, 90), (2, 63), (2, 55)]
+    cases.extend(lens, **shape).check(device, chunk_tokens=32)
+    cases.extend(lens, shared=True, **shape).check(device, chunk_tokens=32)
+    cases.Mixed(cases.Batch(lens), **shape).check(device, chunk_tokens=32)
 
 
 def test_case_8_windowed_prefill_is_finite(device):

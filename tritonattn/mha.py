@@ -101,7 +101,7 @@ def extend_attention(
     num_seqs = len(context_lens)
     run_extend(
         problem, params, q, k, v, cache, out, lse, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table,
-        row=context_row(context_lens, cached_lens, left), row_length=num_seqs * -(-longest // ALIGN) * ALIGN, num_seqs=num_seqs,
+        row=context_row(context_lens, cached_lens, left, problem.start_align), row_length=num_seqs * -(-longest // ALIGN) * ALIGN, num_seqs=num_seqs,
         max_seqlen_q=max_seqlen_q, chunk_tokens=chunk_tokens, scratch=Fresh(q.device),
     )  # fmt: skip
     return (out, lse) if lse is not None else out

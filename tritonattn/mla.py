@@ -97,7 +97,7 @@ def mla_extend(
     num_seqs = len(context_lens)
     run_mla_extend(
         problem, params, q, k, v, cache, out, lse, up_project=up_project, kv_descale=kv_descale, rope_descale=rope_descale,
-        cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table, row=context_row(context_lens, context_lens, -1, 1),
+        cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table, row=context_row(context_lens, context_lens, -1, 1, align=1),
         row_length=num_seqs * max_context_len if total_context_len is None else total_context_len,
         row_is_full=total_context_len is not None, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, chunk_tokens=chunk_tokens,
         scratch=Fresh(q.device),

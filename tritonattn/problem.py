@@ -69,6 +69,11 @@ class AttnProblem(NamedTuple):
         """ "none", or "masked" when scores are changed or masked beyond causality; a key of the tuning tables."""
         return "masked" if self.has_window or self.has_softcap or self.has_alibi else "none"
 
+    @property
+    def start_align(self) -> int:
+        """Where in a sequence a gather may start: anywhere, or at a 16-byte run of V. Either way never in a block before the one wanted."""
+        return 16 // self.kv_dtype.itemsize if self.kv_layout == "preshuffled" else 1
+
     def table_key(self) -> dict[str, object]:
         """The static part of a tuning-table key."""
         return {

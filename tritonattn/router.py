@@ -193,9 +193,9 @@ class Router:
     def _extend_launch(self, upload: Upload, ids: NDArray[np.int64], query: Ints, context: Ints, end: Ints) -> ExtendLaunch:
         """Requests whose keys are cached up to ``end``; from the first on that a query sees."""
         tiles = self._tile_launch(upload, self.extended, ids, query, context)
-        align = self.row_align
+        align, start_align = self.row_align, self.paged.start_align
         left = self.params.window_size[0]
-        starts = np.maximum(context - left, 0) // align * align if left >= 0 else np.zeros_like(context)
+        starts = np.maximum(context - left, 0) // start_align * start_align if left >= 0 else np.zeros_like(context)
         lengths = np.zeros_like(context)
         lengths[ids] = (end - starts)[ids]
         room = -(-lengths // align) * align

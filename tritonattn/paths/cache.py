@@ -194,7 +194,7 @@ def run_gather(
 ) -> None:  # fmt: skip
     """Rows [chunk[0], chunk[1]) of all gathered rows into the first rows of k_out, v_out [rows, KV heads, columns].
 
-    aligned: cu_rows, starts and chunk[0] are multiples of 16.
+    aligned: cu_rows and chunk[0] are multiples of 16, and starts, in a preshuffled cache, of the tokens in 16 bytes.
     """
     rows = chunk[1] - chunk[0]
     if not rows or not num_seqs:

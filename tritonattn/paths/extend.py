@@ -24,19 +24,19 @@ from tritonattn.problem import AttnParams, AttnProblem
 from tritonattn.scratch import Scratch
 from tritonattn.tuning.arch import detect
 
-ALIGN = 16  # a sequence's part of the row starts at a multiple of this: then V of a preshuffled page is gathered in 16-byte runs
+ALIGN = 16  # a sequence's part of the row begins at a multiple of this: then V of a preshuffled page is gathered in 16-byte runs
 
 
-def key_starts(context_lens: Tensor, window_left: int) -> Tensor:
-    """The first cached position that the first query sees, down to a multiple of ALIGN; the tensor may be on the host."""
+def key_starts(context_lens: Tensor, window_left: int, align: int) -> Tensor:
+    """The first cached position that the first query sees, down to a multiple of `align` (`AttnProblem.start_align`)."""
     if window_left < 0:
         return torch.zeros_like(context_lens)
-    return (context_lens - window_left).clamp_(min=0) // ALIGN * ALIGN
+    return (context_lens - window_left).clamp_(min=0) // align * align
 
 
-def context_row(context_lens: Tensor, cached_lens: Tensor, window_left: int, align: int = ALIGN) -> ContextRow:
+def context_row(context_lens: Tensor, cached_lens: Tensor, window_left: int, start_align: int, align: int = ALIGN) -> ContextRow:
     """The row of a batch. cached_lens: context_lens, or the whole sequence where the new tokens are read from the cache too."""
-    starts = key_starts(context_lens, window_left)
+    starts = key_starts(context_lens, window_left, start_align)
     lengths = cached_lens - starts
     cu = torch.zeros(len(starts) + 1, dtype=torch.int32, device=starts.device)
     torch.cumsum((lengths + (align - 1)) // align * align, 0, dtype=torch.int32, out=cu[1:])

@@ -150,7 +150,7 @@ class Planner(Router):
         count = len(batch.query_lens)
         queries = batch.cu_seqlens_q[: count + 1].diff()
         context = batch.device_seq_lens - queries
-        row = context_row(context, batch.device_seq_lens, self.params.window_size[0])
+        row = context_row(context, batch.device_seq_lens, self.params.window_size[0], self.paged.start_align)
         launch = ExtendLaunch(batch.max_query_len, 0, queries, row, count * -(-batch.max_seq_len // self.row_align) * self.row_align)
         return BatchPlan(self, None, launch, None, context, whole=True)
 
