@@ -8,7 +8,7 @@ ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.complete)
 
 # The ops whose machine code the simulator runs; the rest of the suite does not reach a kernel, or repeats these.
 SIM_ARCHS ?= gfx942 gfx950
-SIM_TESTS ?= tests/simulator tests/test_mha.py tests/test_mla_decode.py tests/test_mla_cache.py tests/test_cases_router.py
+SIM_TESTS ?= tests/simulator tests/test_mha.py tests/test_mla_decode.py tests/test_mla_cache.py tests/test_cases_router.py tests/test_bad_input.py
 
 .PHONY: help venv demo test test-sim test-gpu test-vllm fuzz lint check clean
 

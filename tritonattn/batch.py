@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -70,6 +71,16 @@ class DecodeLaunch:
     """Parts that the keys of each are split into, longest sequence first."""
     work: DecodeWork
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.work.items, self.work.merges
+
+    @cached_property
+    def key(self) -> tuple:
+        """Equal where kernels are launched alike, on the same places of the device buffer."""
+        places = (place.data_ptr() for place in self.tensors)
+        return self.plan, self.num_seqs, self.max_seqlen_q, self.work.num_items, self.work.num_merges, *places
+
 
 @dataclass(frozen=True)
 class TileLaunch:
@@ -80,6 +91,10 @@ class TileLaunch:
     tiles: Tensor
     """[num_tiles, 2] int32: sequence, first row; those with most keys last, which is where kernels begin."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.tiles,)
+
 
 @dataclass(frozen=True)
 class ExtendLaunch(TileLaunch):
@@ -88,8 +103,12 @@ class ExtendLaunch(TileLaunch):
     row: ContextRow
     row_length: int
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.tiles, *self.row
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Plan:
     """What `Router.run` does for one batch: host data, and views of one device buffer."""
 
@@ -112,6 +131,22 @@ class Plan:
     """Most tokens that a request reads from the cache, where new ones come as k and v."""
     max_seq_len: int
     version: int
+
+    @property
+    def decode_only(self) -> bool:
+        return self.extend is None and self.prefill is None
+
+    @cached_property
+    def key(self) -> tuple:
+        """Equal for plans of decodes alone whose runs differ in nothing but the numbers in the device buffer."""
+        places = self.device_cu_seqlens_q.data_ptr(), self.device_seq_lens.data_ptr()
+        return self.num_seqs, self.num_tokens, *places, *(() if self.decode is None else self.decode.key)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The views of the device buffer that kernels take."""
+        parts = [part for part in (self.decode, self.extend, self.prefill) if part is not None]
+        return [self.device_cu_seqlens_q, self.device_seq_lens, self.device_context_lens, *(view for part in parts for view in part.tensors)]
 
 
 class Upload:

@@ -87,7 +87,7 @@ def _owner(rank: int, group: dist.ProcessGroup | None) -> int:
     return rank % size
 
 
-def _wide(q: Tensor, v_head_size: int) -> dict[str, Tensor]:
+def _wide(q: Tensor, v_head_size: int) -> dict[str, Any]:
     """A float32 output: the parts are rounded once, after their sum."""
     return {"out": torch.zeros(q.shape[0], q.shape[1], v_head_size, dtype=torch.float32, device=q.device)}
 

@@ -14,6 +14,9 @@ Shapes, units and score order are those of the words below, for every op.
 
 from __future__ import annotations
 
+import math
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -23,19 +26,26 @@ from tritonattn.paths.combine import run_merge
 from tritonattn.paths.decode import run_decode
 from tritonattn.paths.extend import ALIGN, context_row, run_extend
 from tritonattn.paths.prefill import run_prefill
+from tritonattn.paths.replay import repeated
 from tritonattn.plan import decode_plan
-from tritonattn.scratch import Fresh
+from tritonattn.scratch import Fresh, take
 from tritonattn.tuning.arch import detect
 
 Scale = float | Tensor | None
 
 
-def _outputs(q: Tensor, v_head_size: int, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
+def _outputs(
+    q: Tensor, v_head_size: int, out: Tensor | None, return_lse: bool, padded: bool = False, padded_lse: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Room for the results; where the kernels leave rows of padding alone, those of a new `out` are 0 and of `lse` -inf."""
     tokens, heads, _ = q.shape
     if out is None:
         dtype = q.dtype if q.element_size() > 1 else torch.bfloat16
-        out = torch.empty(tokens, heads, v_head_size, dtype=dtype, device=q.device)
-    return out, torch.empty(heads, tokens, dtype=torch.float32, device=q.device) if return_lse else None
+        out = take(partial(torch.zeros if padded else torch.empty, (tokens, heads, v_head_size), dtype=dtype, device=q.device))
+    if not return_lse:
+        return out, None
+    new = partial(torch.full, fill_value=-math.inf) if padded_lse else torch.empty
+    return out, take(partial(new, (heads, tokens), dtype=torch.float32, device=q.device))
 
 
 def flash_attn_varlen_func(
@@ -89,9 +99,7 @@ def extend_attention(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         k_descale=k_descale, v_descale=v_descale, out=out,
     )  # fmt: skip
-    if out is None and k is None:  # only the pass over the new tokens reaches the padding
-        out = torch.zeros(q.shape[0], q.shape[1], problem.v_head_size, dtype=q.dtype, device=q.device)
-    out, lse = _outputs(q, problem.v_head_size, out, return_lse)
+    out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded=k is None)  # only the pass over the new tokens reaches the padding
     left, longest, cached_lens = window_size[0], max_context_len, context_lens
     if k is None:
         longest += max_seqlen_q
@@ -107,6 +115,7 @@ def extend_attention(
     return (out, lse) if lse is not None else out
 
 
+@repeated
 def decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, *, seqused_k: Tensor, block_table: Tensor, max_seqlen_k: int,
     cu_seqlens_q: Tensor | None = None, max_seqlen_q: int = 1, kv_layout: str = "preshuffled", num_splits: int = 0,
@@ -132,10 +141,8 @@ def decode_attention(
         v_descale=v_descale, out=out,
     )  # fmt: skip
     num_seqs = len(seqused_k)
-    if out is None and (cu_seqlens_q is not None or q.shape[0] > num_seqs * max_seqlen_q):  # there may be padding tokens
-        dtype = q.dtype if q.element_size() > 1 else torch.bfloat16
-        out = torch.zeros(q.shape[0], q.shape[1], problem.v_head_size, dtype=dtype, device=q.device)
-    out, lse = _outputs(q, problem.v_head_size, out, return_lse)
+    padded = cu_seqlens_q is not None or q.shape[0] > num_seqs * max_seqlen_q  # or may be
+    out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded)
     run_decode(
         problem, params, q, cache, out, lse, cu_seqlens_q=cu_seqlens_q, seq_lens=seqused_k, block_table=block_table,
         num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
@@ -144,6 +151,7 @@ def decode_attention(
     return (out, lse) if lse is not None else out
 
 
+@repeated
 def merge_attn_states(
     out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor, *, out: Tensor | None = None, return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
@@ -156,12 +164,14 @@ def merge_attn_states(
     Raises ValueError or TypeError with every reason, before any launch.
     """
     checks.check_merge(out_a, lse_a, out_b, lse_b, out=out)
-    out = torch.empty_like(out_a, memory_format=torch.contiguous_format) if out is None else out
-    lse = torch.empty_like(lse_a, memory_format=torch.contiguous_format) if return_lse else None
+    if out is None:
+        out = take(partial(torch.empty, out_a.shape, dtype=out_a.dtype, device=out_a.device))
+    lse = take(partial(torch.empty, lse_a.shape, dtype=lse_a.dtype, device=lse_a.device)) if return_lse else None
     run_merge(out, lse, out_a, lse_a, out_b, lse_b)
     return (out, lse) if lse is not None else out
 
 
+@repeated
 def reshape_and_cache(
     key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, *, kv_layout: str = "preshuffled",
     k_descale: Scale = None, v_descale: Scale = None,

@@ -23,11 +23,13 @@ from tritonattn.paths.cache import run_gather, run_write
 from tritonattn.paths.extend import context_row
 from tritonattn.paths.mla_decode import run_mla_decode
 from tritonattn.paths.mla_extend import UpProject, run_mla_extend
+from tritonattn.paths.replay import repeated
 from tritonattn.plan import decode_plan
 from tritonattn.scratch import Fresh
 from tritonattn.tuning.arch import detect
 
 
+@repeated
 def mla_decode(
     q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, *, seqused_k: Tensor, block_table: Tensor, max_seqlen_k: int,
     softmax_scale: float, kv_lora_rank: int = 512, cu_seqlens_q: Tensor | None = None, max_seqlen_q: int = 1, num_splits: int = 0,
@@ -54,12 +56,7 @@ def mla_decode(
     )  # fmt: skip
     num_seqs = len(seqused_k)
     padded = cu_seqlens_q is not None or q.shape[0] > num_seqs * max_seqlen_q  # or may be
-    if out is None and padded:
-        dtype = q.dtype if q.element_size() > 1 else torch.bfloat16
-        out = torch.zeros(q.shape[0], q.shape[1], kv_lora_rank, dtype=dtype, device=q.device)
-    out, lse = _outputs(q, kv_lora_rank, out, return_lse)
-    if lse is not None and padded:
-        lse.fill_(float("-inf"))
+    out, lse = _outputs(q, kv_lora_rank, out, return_lse, padded, padded_lse=padded)
     run_mla_decode(
         problem, params, q, q_rope, kv_cache, out, lse, cu_seqlens_q=cu_seqlens_q, seq_lens=seqused_k, block_table=block_table,
         num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
@@ -105,6 +102,7 @@ def mla_extend(
     return (out, lse) if lse is not None else out
 
 
+@repeated
 def mla_cache_write(
     latent: Tensor, rope: Tensor, kv_cache: Tensor, slot_mapping: Tensor, *, kv_descale: Scale = None, rope_descale: Scale = None
 ) -> None:

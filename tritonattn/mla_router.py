@@ -32,6 +32,10 @@ class MlaDecodeLaunch(DecodeLaunch):
     cu_seqlens_q: Tensor | None
     """[B + 1] int32 among those rows, where other requests have none. None: that of the plan."""
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *super().tensors, *(x for x in (self.tokens, self.cu_seqlens_q) if x is not None)
+
 
 class MlaRouter(Router):
     """Runs prefill, extend and decode requests of one batch of an MLA model, each on its own path.

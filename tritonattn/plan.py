@@ -74,7 +74,7 @@ def prefill_row(arch: Arch, problem: AttnProblem, max_seqlen_q: int) -> Row:
     return lookup("prefill", arch, **problem.table_key(), max_seqlen_q=power_of_two(max_seqlen_q))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class DecodePlan:
     row: Row
     rows: int  # query rows of one program

@@ -17,7 +17,7 @@ from tritonattn.batch import DECODE, EXTEND, PREFILL, DecodeLaunch, ExtendLaunch
 from tritonattn.checks import check_plan, check_router, check_run
 from tritonattn.plan import MAX_SPLITS, ContextRow, DecodeWork, decode_plan, prefill_row
 from tritonattn.problem import AttnProblem
-from tritonattn.scratch import Arena
+from tritonattn.scratch import Arena, keep, take
 from tritonattn.tuning.arch import detect
 
 ASSUMED_BLOCK_SIZE = 16  # for looking up tuning rows where the router was not told the block size
@@ -83,6 +83,9 @@ class Router:
         self._fixed: dict[int, Tensor] = {}
         self._version = 0
         self._latest: dict[int, int] = {}
+        self._decode_runs: dict = {}
+        self._runs_of: Plan | None = None
+        self._runs: dict = {}
         self._all_of: Plan | None = None
         self._all: ExtendLaunch | None = None
 
@@ -245,20 +248,42 @@ class Router:
         Of a decode-only batch, ``run`` can be captured in a graph, once it has run outside one: nothing of it waits for the
         device, scratch has its place by then, and what changes from step to step is in the buffer that `plan` fills.
         """
+        from tritonattn.paths.replay import repeat
+
+        fresh = not plan.decode_only or self._latest.get(plan.num_seqs) == plan.version
+        reads = plan.max_seq_len if k is None else plan.max_cached_len
+        told = 0 if plan.decode_only and self.block_size is not None else reads  # `plan` has seen then that the table holds them
+        return repeat(
+            self._repeats(plan), plan.key if plan.decode_only else (),
+            (q, k, v, k_cache, v_cache, plan.block_table, out, return_lse, sinks, k_descale, v_descale, fresh, told),
+            lambda: self._run(plan, q, k, v, k_cache, v_cache, out, return_lse, sinks, k_descale, v_descale, fresh, reads),
+        )  # fmt: skip
+
+    def _repeats(self, plan: Plan) -> dict:
+        """Where runs like one of this plan are remembered: with the router, or until another plan comes if it is not of decodes alone."""
+        if plan.decode_only:
+            return self._decode_runs
+        if self._runs_of is not plan:
+            self._runs_of, self._runs = plan, {}
+        return self._runs
+
+    def _run(self, plan, q, k, v, k_cache, v_cache, out, return_lse, sinks, k_descale, v_descale, fresh, reads):
         from tritonattn.paths.decode import run_decode
         from tritonattn.paths.extend import run_extend
         from tritonattn.paths.prefill import run_prefill
 
-        decode_only = plan.extend is None and plan.prefill is None
         cache, params = check_run(
             self.paged, self.params, q, k, v, k_cache, v_cache, plan.block_table, kv_layout=self.kv_layout, device=self.device,
-            block_size=self.block_size, num_tokens=plan.num_tokens, reads=plan.max_seq_len if k is None else plan.max_cached_len,
-            fresh=not decode_only or self._latest.get(plan.num_seqs) == plan.version, out=out, sinks=sinks, k_descale=k_descale,
-            v_descale=v_descale,
+            block_size=self.block_size, num_tokens=plan.num_tokens, reads=reads, fresh=fresh, out=out, sinks=sinks,
+            k_descale=k_descale, v_descale=v_descale,
         )  # fmt: skip
+        own = [value for value in self.params if isinstance(value, Tensor)]
+        keep(*plan.tensors, *own)
         out, lse = self._results(q, plan.num_tokens, out, return_lse)
         cu_seqlens_q, table = plan.device_cu_seqlens_q, plan.block_table
         extend = plan.extend if k is not None else self._extend_all(plan)
+        if extend is not None and extend is not plan.extend:
+            keep(*extend.tensors)
         if extend is not None and cache is not None and table is not None:
             run_extend(
                 self.paged, params, q, k, v, cache, out, lse, cu_seqlens_q=cu_seqlens_q, context_lens=plan.device_context_lens,
@@ -285,14 +310,19 @@ class Router:
     def _results(self, q: Tensor, num_tokens: int, out: Tensor | None, return_lse: bool) -> tuple[Tensor, Tensor | None]:
         """Room for the result; what belongs to no request is 0, its LSE -inf."""
         tokens, heads, _ = q.shape
-        if out is None:
-            out = torch.empty(tokens, heads, self.dense.v_head_size, dtype=q.dtype, device=q.device)
+
+        def new_out() -> Tensor:
+            out = torch.empty(tokens, heads, width, dtype=dtype, device=device)
             out[num_tokens:].zero_()
-        lse = None
-        if return_lse:
-            lse = torch.empty(heads, tokens, dtype=torch.float32, device=q.device)
+            return out
+
+        def new_lse() -> Tensor:
+            lse = torch.empty(heads, tokens, dtype=torch.float32, device=device)
             lse[:, num_tokens:].fill_(float("-inf"))
-        return out, lse
+            return lse
+
+        width, dtype, device = self.dense.v_head_size, q.dtype, q.device
+        return take(new_out) if out is None else out, take(new_lse) if return_lse else None
 
 
 def with_index(device: torch.device) -> torch.device:

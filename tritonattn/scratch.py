@@ -1,9 +1,40 @@
-"""Device memory that outlives no call, or no router."""
+"""Device memory that outlives no call, or no router, and whoever records what a call takes (`paths.replay`)."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from tritonattn.paths.replay import Recording
+
+
+class _Current(threading.local):
+    recording: Recording | None = None
+
+
+current = _Current()
+
+
+def take(make: Callable[[], Tensor]) -> Tensor:
+    """Memory of the call at hand, as `make` gives it."""
+    return make() if current.recording is None else current.recording.take(make)
+
+
+def keep(*tensors: Tensor | None) -> None:
+    """Tensors that every call like the one at hand uses."""
+    for tensor in tensors:
+        if tensor is not None:
+            take(partial(_same, tensor))
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 class Fresh:
@@ -13,7 +44,7 @@ class Fresh:
         self.device = device
 
     def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(numel, dtype=dtype, device=self.device)
+        return take(partial(torch.empty, numel, dtype=dtype, device=self.device))
 
 
 class Arena:
@@ -32,7 +63,7 @@ class Arena:
         kept = self._buffers.setdefault(name, [])
         if not kept or kept[-1].numel() < need:
             kept.append(torch.empty(need, dtype=torch.uint8, device=self.device))
-        return kept[-1][:need].view(dtype)
+        return take(partial(_same, kept[-1][:need].view(dtype)))
 
     @property
     def nbytes(self) -> int:

@@ -107,7 +107,8 @@ def merge(
 def take_parts(problem: AttnProblem, num_parts: int, max_seqlen_q: int, scratch: Scratch) -> tuple[Tensor, Tensor]:
     """Room for the parts that `combine` merges: rows and their LSE."""
     rows = num_parts * max_seqlen_q * problem.num_q_heads
-    return scratch.take("decode_out", rows * problem.v_head_size, torch.float32), scratch.take("decode_lse", rows, torch.float32)
+    parts = scratch.take("decode", rows * (problem.v_head_size + 1), torch.float32)
+    return parts[: rows * problem.v_head_size], parts[rows * problem.v_head_size :]
 
 
 def run_combine(

@@ -17,6 +17,7 @@ from triton.compiler import CompiledKernel
 from triton.runtime import _allocation
 
 from tritonattn import log
+from tritonattn.paths import replay
 from tritonattn.tuning.table import Row
 
 # What the matrix products run in. Triton's interpreter multiplies the bits of bfloat16 as integers: there it is widened.
@@ -59,36 +60,36 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, flags: Mapping[str, Any
         return
     if log.CALLS:
         log.launch(kernel, grid, row.where, {**flags, **row.config})
-    if knobs.runtime.interpret or not args[0].is_cuda or kernel.pre_run_hooks:
-        kernel[grid](*args, **flags, **static, **row.options)
-        return
+    key = None if replay.NEVER or not args[0].is_cuda or kernel.pre_run_hooks else _key(kernel, args, flags, static, row)
+    known = _compiled.get(key)
+    if known is None:
+        compiled = kernel[grid](*args, **flags, **static, **row.options)
+        if not isinstance(compiled, CompiledKernel):  # interpreted, or compiling elsewhere, ahead of time
+            return
+        values = {**flags, **static}
+        known = compiled, tuple(values[name] for name in kernel.arg_names[len(args) :]), static, row
+        if key is not None:
+            _compiled[key] = known  # the last two stay alive, so their ids stay theirs
+    else:
+        known[0][(*grid, 1, 1)[:3]](*args, *known[1])
+    replay.launched(kernel, known[0], grid, args, known[1])
+
+
+def _key(kernel: Any, args: tuple, flags: Mapping[str, Any], static: Mapping[str, Any], row: Row) -> tuple | None:
     facts: list[Any] = [kernel, torch.cuda.current_device(), id(static), id(row), *flags.values()]
     for arg in args:
         if isinstance(arg, Tensor):
             facts += (arg.dtype, arg.data_ptr() % 16 == 0)
-            if _ON_ROCM:  # where a tensor fits 2 GiB the backend addresses it with 32 bits
+            if replay.ON_ROCM:  # where a tensor fits 2 GiB the backend addresses it with 32 bits
                 facts.append(arg.untyped_storage().nbytes() < 1 << 31)
         elif arg is None:
             facts.append(None)
         elif type(arg) is int and arg >= 1 << 31:
-            kernel[grid](*args, **flags, **static, **row.options)
-            return
-    key = tuple(facts)
-    known = _compiled.get(key)
-    if known is None:
-        compiled = kernel[grid](*args, **flags, **static, **row.options)
-        if not isinstance(compiled, CompiledKernel):  # compiling elsewhere, ahead of time
-            return
-        values = {**flags, **static}
-        constants = tuple(values[name] for name in kernel.arg_names[len(args) :])
-        _compiled[key] = (compiled, constants, static, row)  # the last two stay alive, so their ids stay theirs
-        return
-    compiled, constants, _, _ = known
-    compiled[(*grid, 1, 1)[:3]](*args, *constants)
+            return None
+    return tuple(facts)
 
 
-_ON_ROCM = torch.version.hip is not None
-_compiled: dict[tuple, tuple] = {}
+_compiled: dict[tuple | None, tuple] = {}
 
 
 _preparing = ContextVar("preparing", default=False)
@@ -149,7 +150,10 @@ def _with_async_copy(wanted: bool, device: torch.device | None) -> Iterator[None
 
 def workspace(tensor: Tensor, needed: bool) -> AbstractContextManager:
     """Lets a kernel that makes descriptors have the global memory they are written to; the caller's own allocator comes back after."""
-    return _allocator(tensor.device) if needed else _NOWHERE
+    if not needed:
+        return _NOWHERE
+    replay.unrepeatable()
+    return _allocator(tensor.device)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ host's lengths are exact.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +19,10 @@ from tritonattn.layouts import CacheView
 from tritonattn.paths.decode import run_decode
 from tritonattn.paths.extend import context_row, run_extend
 from tritonattn.paths.prefill import run_prefill
+from tritonattn.paths.replay import repeat
 from tritonattn.problem import AttnParams
 from tritonattn.router import Router
-from tritonattn.scratch import Arena
+from tritonattn.scratch import Arena, keep
 
 CHUNK_TOKENS = 32768  # cached tokens gathered at a time
 
@@ -54,6 +55,12 @@ class BatchPlan:
     """[B] int32 on the device, right for the requests of `extend`."""
     whole: bool = False
     """`extend` is every request of the batch, and finds its lengths on the device."""
+    runs: dict = field(default_factory=dict)
+    """Of layers, to be repeated; where there are decodes alone, the planner has them."""
+
+    @property
+    def decode_only(self) -> bool:
+        return self.extend is None and self.prefill is None
 
 
 class Batch:
@@ -159,11 +166,23 @@ class Planner(Router):
         arena: Any = None,
     ) -> None:
         """One layer. The new tokens are in the cache already; where `k` and `v` are given, prefill and extend take them from there."""
-        count, cu_seqlens_q, table = len(batch.query_lens), batch.cu_seqlens_q, batch.block_table
-        arena = arena or scratch(q.device)
-        extend, prefill, decode = plan.extend, plan.prefill, plan.decode
         if plan.whole or self.kind.cached_only:
             k = v = None
+        arena, key = arena or scratch(q.device), plan.decode.key if plan.decode_only and plan.decode is not None else ()
+        values = (
+            q, k, v, cache.k, cache.v, out, *params, batch.cu_seqlens_q, batch.device_seq_lens, batch.block_table, plan.context_lens,
+            len(batch.query_lens),
+        )  # fmt: skip
+        repeat(
+            self._decode_runs if plan.decode_only else plan.runs, (arena, *key), values,
+            lambda: self._launch(plan, batch, params, q, k, v, cache, out, arena),
+        )  # fmt: skip
+
+    def _launch(self, plan: BatchPlan, batch: Batch, params: AttnParams, q, k, v, cache: CacheView, out: Tensor, arena: Arena) -> None:
+        count, cu_seqlens_q, table = len(batch.query_lens), batch.cu_seqlens_q, batch.block_table
+        extend, prefill, decode = plan.extend, plan.prefill, plan.decode
+        for part in (extend, prefill, decode):
+            keep(*(() if part is None else part.tensors))
         if extend is not None:
             run_extend(
                 self.paged, params, q, k, v, cache, out, None, cu_seqlens_q=cu_seqlens_q, context_lens=plan.context_lens, block_table=table,
