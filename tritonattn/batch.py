@@ -118,8 +118,6 @@ class Plan:
     seq_lens: Ints
     kinds: Ints
     """The `Kind` of each request."""
-    order: list[int]
-    """Request indices as [decode : extend : prefill], stable within each."""
     decode: DecodeLaunch | None
     extend: ExtendLaunch | None
     prefill: TileLaunch | None
@@ -131,6 +129,11 @@ class Plan:
     """Most tokens that a request reads from the cache, where new ones come as k and v."""
     max_seq_len: int
     version: int
+
+    @cached_property
+    def order(self) -> list[int]:
+        """Request indices as [decode : extend : prefill], stable within each."""
+        return self.kinds.argsort(kind="stable").tolist()
 
     @property
     def decode_only(self) -> bool:
@@ -150,21 +153,35 @@ class Plan:
 
 
 class Upload:
-    """Arrays laid one behind the other, in host memory and at the same places of a device buffer."""
+    """Arrays laid one behind the other, in host memory and at the same places of a device buffer.
 
-    def __init__(self, device: Tensor) -> None:
+    views: of that buffer, by place, where earlier uploads went to it.
+    """
+
+    def __init__(self, device: Tensor, views: dict[tuple[int, int], Tensor] | None = None) -> None:
         self._device = device
+        self._views = {} if views is None else views
         self._host = torch.empty(len(device), dtype=torch.int32, pin_memory=device.is_cuda)
-        self._array = self._host.numpy()
+        self._array: Ints = self._host.numpy()
         self._used = 0
 
+    def room(self, count: int, width: int = 0) -> tuple[Ints, Tensor]:
+        """A place for [count] or [count, width] values, 16-byte aligned: to be written to, and on the device, which has them after `send`."""
+        begin, size = self._used, count * max(width, 1)
+        self._used = (begin + size + 3) // 4 * 4
+        host, view = self._array[begin : begin + size], self._views.get((begin, size))
+        if view is None:
+            view = self._device.narrow(0, begin, size)  # half the time of a slice
+            view = self._views[begin, size] = view.view(count, width) if width else view
+        return host.reshape(count, width) if width else host, view
+
     def put(self, array: NDArray[np.integer]) -> Tensor:
-        """The place of the array on the device, 16-byte aligned; its values are there after `send`."""
-        begin, end = self._used, self._used + array.size
-        self._array[begin:end] = array.reshape(-1)
-        self._used = (end + 3) // 4 * 4
-        return self._device.narrow(0, begin, array.size)  # half the time of a slice
+        """The place of the array on the device."""
+        host, view = self.room(array.size)
+        host[:] = array.reshape(-1)
+        return view
 
     def send(self) -> None:
         """One copy; the pinned memory is kept by its allocator until the copy is done."""
-        self._device[: self._used].copy_(self._host[: self._used], non_blocking=True)
+        used = self._used
+        self._device.narrow(0, 0, used).copy_(self._host.narrow(0, 0, used), non_blocking=True)

@@ -7,6 +7,7 @@ buffer, so requests may arrive in any order and no token is moved.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -80,7 +81,7 @@ class Router:
         """What every kind of router has beside its problem."""
         self.scratch = Arena(self.device)
         self._arch = detect(self.device)
-        self._fixed: dict[int, Tensor] = {}
+        self._fixed: dict[int, tuple[Tensor, dict[tuple[int, int], Tensor]]] = {}
         self._version = 0
         self._latest: dict[int, int] = {}
         self._decode_runs: dict = {}
@@ -105,24 +106,29 @@ class Router:
         Raises:
             ValueError, TypeError: with every reason: negative lengths, more query than sequence tokens, a table too short, ...
         """
-        query, seq = check_plan(query_lens, seq_lens, block_table, self.device, self.block_size, self.decode_threshold)
+        query, seq, context, max_seq_len = check_plan(
+            query_lens, seq_lens, block_table, self.device, self.block_size, self.decode_threshold
+        )
         batch = len(query)
-        context = seq - query
         kinds = classify(query, context, self.decode_threshold)
-        path = np.where(query > 0, kinds, -1)
-        extended, prefilled = (path == EXTEND).nonzero()[0], (path == PREFILL).nonzero()[0]
-        decode_only = not (len(extended) or len(prefilled))
+        live = query > 0
+        decode_only = not np.count_nonzero(kinds[live])
+        num_tokens = int(np.add.reduce(query))
+        max_cached_len, none = max_seq_len, np.zeros(0, np.int64)
+        extended = prefilled = none
         # In a decode-only batch padding keeps its place, so that the grid stays that of the graph.
-        decoded = np.arange(batch) if decode_only else (path == DECODE).nonzero()[0]
-        cu_seqlens_q = np.zeros(batch + 1, np.int32)
-        query.cumsum(out=cu_seqlens_q[1:])
-        max_seq_len = int(seq.max()) if batch else 0
-        max_cached_len = max_seq_len if decode_only else int(np.where(kinds == DECODE, seq, context).max())
+        decoded = np.arange(batch)
+        if not decode_only:
+            path = np.where(live, kinds, -1)
+            decoded, extended, prefilled = (path == DECODE).nonzero()[0], (path == EXTEND).nonzero()[0], (path == PREFILL).nonzero()[0]
+            max_cached_len = int(np.maximum.reduce(np.where(kinds == DECODE, seq, context)))
 
-        upload = self._begin_upload(batch, int(cu_seqlens_q[-1]), decode_only)
+        upload = self._begin_upload(batch, num_tokens, decode_only)
+        cu_seqlens_q, device_cu_seqlens_q = upload.room(batch + 1)
+        cu_seqlens_q[0] = 0
+        query.cumsum(out=cu_seqlens_q[1:])
         plan = Plan(
-            num_seqs=batch, num_tokens=int(cu_seqlens_q[-1]), query_lens=query, seq_lens=seq, kinds=kinds,
-            order=kinds.argsort(kind="stable").tolist(), device_cu_seqlens_q=upload.put(cu_seqlens_q),
+            num_seqs=batch, num_tokens=num_tokens, query_lens=query, seq_lens=seq, kinds=kinds, device_cu_seqlens_q=device_cu_seqlens_q,
             device_seq_lens=upload.put(seq), device_context_lens=upload.put(context), block_table=block_table,
             decode=self._decode_launch(upload, decoded, query, seq, block_table, decode_only) if len(decoded) else None,
             extend=self._extend_launch(upload, extended, query, context, context) if len(extended) else None,
@@ -142,8 +148,8 @@ class Router:
             return Upload(torch.empty(room, dtype=torch.int32, device=self.device))
         self._latest[batch] = self._version
         if batch not in self._fixed:
-            self._fixed[batch] = torch.empty(room, dtype=torch.int32, device=self.device)
-        return Upload(self._fixed[batch])
+            self._fixed[batch] = torch.empty(room, dtype=torch.int32, device=self.device), {}
+        return Upload(*self._fixed[batch])
 
     def _decode_launch(
         self, upload: Upload, ids: NDArray[np.int64], query: Ints, seq: Ints, block_table: Tensor | None, fixed: bool
@@ -159,55 +165,64 @@ class Router:
             keys = np.minimum(keys, left + queries)
         by_length = (-keys).argsort(kind="stable")
         ids, keys = ids[by_length], keys[by_length]
-        max_q = self.decode_threshold if fixed or self.batch_invariant else int(queries.max())
+        count = len(ids)
+        max_q = self.decode_threshold if fixed or self.batch_invariant else int(np.maximum.reduce(queries))
         if self.batch_invariant:
             plan = decode_plan(self._arch, problem, 1, max_q, self.chunk_tokens)
         else:
             longest = block_table.shape[1] * problem.block_size if fixed and block_table is not None else int(keys[0])
-            plan = decode_plan(self._arch, problem, len(ids), max_q, longest)
+            plan = decode_plan(self._arch, problem, count, max_q, longest)
         programs = int(plan.row.config["programs_per_cu"] * self._arch.compute_units)
         parts = min(max(1, programs // (problem.num_kv_heads * plan.row_blocks)), MAX_SPLITS)
-        work = keys if self.batch_invariant else int(keys.sum(dtype=np.int64))
+        work = keys if self.batch_invariant else int(np.add.reduce(keys, dtype=np.int64))
         length = np.maximum(-(-work // parts), plan.row.config.get("keys_per_split") or _least_split(problem, max_q))
         splits = np.maximum((2 * keys + length) // (2 * length), 1)
-        first = splits.cumsum() - splits
-        items = np.empty((int(splits.sum()), 3), np.int32)
-        items[:, 0], items[:, 2] = ids.repeat(splits), splits.repeat(splits)
-        items[:, 1] = np.arange(len(items)) - first.repeat(splits)
-        merges = np.stack([ids, first, splits], 1)[splits > 1]
+        num_items, num_merges = int(np.add.reduce(splits)), int(np.count_nonzero(splits > 1))
+        most, most_merges = num_items, num_merges
         if fixed:
-            most = len(ids) * parts if self.batch_invariant else len(ids) + parts
-            items, merges = _fill_up(items, most), _fill_up(merges, len(ids) if self.batch_invariant else min(len(ids), parts))
-        listed = DecodeWork(upload.put(items).view(-1, 3), len(items), upload.put(merges).view(-1, 3), len(merges))
-        return DecodeLaunch(plan, len(ids), max_q, splits, listed)
+            most, most_merges = (count * parts, count) if self.batch_invariant else (count + parts, min(count, parts))
+        (items, device_items), (merges, device_merges) = upload.room(most, 3), upload.room(most_merges, 3)
+        items[num_items:], merges[num_merges:] = 0, 0
+        if num_merges:
+            first = splits.cumsum() - splits
+            items[:num_items, 0], items[:num_items, 2] = ids.repeat(splits), splits.repeat(splits)
+            items[:num_items, 1] = np.arange(num_items) - first.repeat(splits)
+            cut = (splits > 1).nonzero()[0]
+            merges[:num_merges, 0], merges[:num_merges, 1], merges[:num_merges, 2] = ids[cut], first[cut], splits[cut]
+        else:
+            items[:num_items, 0], items[:num_items, 1], items[:num_items, 2] = ids, 0, 1
+        return DecodeLaunch(plan, count, max_q, splits, DecodeWork(device_items, most, device_merges, most_merges))
 
     def _tile_launch(self, upload: Upload, problem: AttnProblem, ids: NDArray[np.int64], query: Ints, context: Ints) -> TileLaunch:
         queries = query[ids]
-        max_q = self.chunk_tokens if self.batch_invariant else int(queries.max())
+        max_q = self.chunk_tokens if self.batch_invariant else int(np.maximum.reduce(queries))
         block_m = prefill_row(self._arch, problem, max_q).config["BLOCK_M"]
         blocks = -(-queries // block_m)
-        num_tiles = int(blocks.sum())
+        num_tiles = int(np.add.reduce(blocks))
         tiles = np.empty((num_tiles, 2), np.int32)
         tiles[:, 0] = ids.repeat(blocks)
         tiles[:, 1] = (np.arange(num_tiles) - (blocks.cumsum() - blocks).repeat(blocks)) * block_m
         by_keys = (tiles[:, 1] + context[tiles[:, 0]]).argsort(kind="stable")
-        return TileLaunch(max_q, num_tiles, upload.put(tiles[by_keys]).view(-1, 2))
+        host, device = upload.room(num_tiles, 2)
+        tiles.take(by_keys, axis=0, out=host)
+        return TileLaunch(max_q, num_tiles, device)
 
     def _extend_launch(self, upload: Upload, ids: NDArray[np.int64], query: Ints, context: Ints, end: Ints) -> ExtendLaunch:
         """Requests whose keys are cached up to ``end``; from the first on that a query sees."""
         tiles = self._tile_launch(upload, self.extended, ids, query, context)
         align, start_align = self.row_align, self.paged.start_align
         left = self.params.window_size[0]
-        starts = np.maximum(context - left, 0) // start_align * start_align if left >= 0 else np.zeros_like(context)
-        lengths = np.zeros_like(context)
-        lengths[ids] = (end - starts)[ids]
-        room = -(-lengths // align) * align
-        cu = np.zeros(len(room) + 1, np.int32)
+        (starts, device_starts), (lengths, device_lengths) = upload.room(len(context)), upload.room(len(context))
+        cu, device_cu = upload.room(len(context) + 1)
+        starts[:] = np.maximum(context - left, 0) // start_align * start_align if left >= 0 else 0
+        lengths[:], cu[0] = 0, 0
+        lengths[ids] = end[ids] - starts[ids]
+        room = (lengths + (align - 1)) // align * align
         if self.batch_invariant:
             _pack_whole(room, -(-self.chunk_tokens // ROW_ALIGN) * ROW_ALIGN, cu)
         else:
             room.cumsum(out=cu[1:])
-        row = ContextRow(upload.put(starts), upload.put(lengths), upload.put(cu))
+        row = ContextRow(device_starts, device_lengths, device_cu)
         return ExtendLaunch(tiles.max_seqlen_q, tiles.num_tiles, tiles.tiles, row, int(cu[-1]))
 
     def _extend_all(self, plan: Plan) -> ExtendLaunch | None:
@@ -331,18 +346,12 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
+@cache
 def _least_split(problem: AttnProblem, max_seqlen_q: int) -> int:
     """Keys that a split must have so that merging it (a float32 row out and in again per query row) costs little beside reading them."""
     merged = 2 * 4 * problem.v_head_size * problem.group * max_seqlen_q
     read = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
     return -(-REDUCTION_SHARE * merged // read)
-
-
-def _fill_up(rows: NDArray[np.integer], count: int) -> Ints:
-    """More rows of zeros."""
-    filled = np.zeros((count, rows.shape[1]), np.int32)
-    filled[: len(rows)] = rows
-    return filled
 
 
 def _pack_whole(room: Ints, chunk: int, cu: Ints) -> None:

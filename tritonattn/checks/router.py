@@ -48,8 +48,8 @@ def check_router(
     )  # fmt: skip
 
 
-def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_threshold) -> tuple[Ints, Ints]:
-    """Arguments of `Router.plan`, whose lengths the host knows. Gives both as int32 arrays."""
+def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_threshold) -> tuple[Ints, Ints, Ints, int]:
+    """Arguments of `Router.plan`, whose lengths the host knows. Gives query, sequence and context lengths as int32, and the longest."""
     reasons = Reasons("Router.plan", None, device)
     query, seq = reasons.lengths("query_lens", query_lens), reasons.lengths("seq_lens", seq_lens)
     if block_table is not None:
@@ -58,11 +58,11 @@ def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_thr
     if len(query) != len(seq):
         reasons.values.append(f"seq_lens must be as long as query_lens, {len(query)}, got {len(seq)}")
         reasons.done()
+    context, longest = seq - query, 0
     if len(query):
-        if query.min() < 0:
+        longest = int(np.maximum.reduce(seq))
+        if np.minimum.reduce(query | context) < 0:  # the sign of either
             reasons.each("query_lens must be at least 0", query, query < 0)
-        context = seq - query
-        if context.min() < 0:
             reasons.each("seq_lens must be at least query_lens", seq, context < 0)
         if block_table is not None:
             reasons.shape("block_table", block_table, (len(query), -1))
@@ -70,11 +70,11 @@ def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_thr
             reasons.each("block_table must be given where a request has context", seq, context > 0)
         if block_table is not None and block_size is not None:
             held = block_table.shape[1] * block_size
-            if seq.max() > held:
+            if longest > held:
                 stored = np.where((query > decode_threshold) | (context == 0), context, seq)
                 reasons.each(f"seq_lens must fit in block_table, {held} tokens in the cache", stored, stored > held)
     reasons.done()
-    return query, seq
+    return query, seq, context, longest
 
 
 def check_run(
