@@ -114,9 +114,7 @@ def _decode(row: Row, device: torch.device, peers: Peers | None, only: str) -> C
 
     if row.suite == "cliffs":
         return _attention(x, {"tritonattn nhd": lambda: ours("nhd")}, None, only, "decode")
-    case = _attention(x, _both_layouts(ours), peers, only, "decode")
-    case.host = row.suite == "plan"
-    return case
+    return _attention(x, _both_layouts(ours), peers, only, "decode")
 
 
 def _both_layouts(make: Callable[[str], Call]) -> dict[str, Callable[[], Call]]:
@@ -143,14 +141,6 @@ def _mixed(row: Row, device: torch.device, peers: Peers | None, only: str) -> Ca
     k, v = x.new_tokens()
     decodes = row.query_lens.count(1)
     prefilled = row.query_lens[-1]
-
-    def router():
-        step = tritonattn.Router(
-            row.heads, row.kv_heads, row.head_size, dtype=x.q.dtype, device=device, kv_layout="nhd", softmax_scale=x.scale
-        )
-        plan = step.plan(row.query_lens, row.seq_lens, x.block_table)
-        out = x.empty_out()
-        return lambda: step.run(plan, x.q, k, v, x.k_cache, x.v_cache, out=out)
 
     def paths():
         out = x.empty_out()
@@ -179,12 +169,30 @@ def _mixed(row: Row, device: torch.device, peers: Peers | None, only: str) -> Ca
 
         return call
 
-    return _attention(x, {"tritonattn router": router, "tritonattn path by path": paths}, peers, only, "prefill")
+    return _attention(x, {"tritonattn router": lambda: _router_run(x, k, v), "tritonattn path by path": paths}, peers, only, "prefill")
+
+
+def _router_run(x: Inputs, k: Tensor, v: Tensor) -> Call:
+    row, out = x.row, x.empty_out()
+    router = tritonattn.Router(
+        row.heads, row.kv_heads, row.head_size, dtype=x.q.dtype, device=x.q.device, kv_layout="nhd", softmax_scale=x.scale,
+        block_size=row.block_size,
+    )  # fmt: skip
+    plan = router.plan(row.query_lens, row.seq_lens, x.block_table)
+    return lambda: router.run(plan, x.q, k, v, x.k_cache, x.v_cache, out=out)
+
+
+def _run_call(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
+    x = random_inputs(row, device, cached=True)
+    return _attention(x, {"tritonattn router": lambda: _router_run(x, *x.new_tokens())}, None, only, "decode")
 
 
 def _plan(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
-    if row.what == "decode call":
-        return _decode(row, device, peers, only)
+    calls = {"decode call": _decode, "mla call": _mla, "run call": _run_call}
+    if row.what in calls:
+        case = calls[row.what](row, device, peers, only)
+        case.host = True
+        return case
     router = tritonattn.Router(row.heads, row.kv_heads, row.head_size, dtype=torch.bfloat16, device=device, kv_layout="nhd")
     table = torch.zeros(row.batch, -(-row.seq_len // row.block_size), dtype=torch.int32, device=device)
 

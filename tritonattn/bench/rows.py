@@ -128,12 +128,14 @@ def _merge() -> list[Row]:
 
 
 def _plan() -> list[Row]:
-    """Host time. Of the requests of a step all are decodes but one extend and one prefill."""
-    rows = [
+    """Host time: of a step's plan, of decodes alone and with one extend and one prefill among them; and of calls."""
+    rows = [Row("plan", n, 8192, what="router, decodes") for n in (256, 1024)]
+    rows += [
         Row("plan", n, 8192, what="router", key_lengths=(8192,) * (n - 2) + (8192, 4096), query_lengths=(1,) * (n - 2) + (2048, 4096))
         for n in (256, 1024)
     ]
-    return [*rows, Row("plan", 1, 1024, what="decode call"), Row("plan", 64, 1024, what="decode call")]
+    rows += [Row("plan", batch, 1024, what="decode call") for batch in (1, 64)]
+    return [*rows, Row("plan", 64, 1024, what="run call"), *(_latent("plan", batch, 1024, 16, what="mla call") for batch in (1, 64))]
 
 
 def _graph() -> list[Row]:
