@@ -125,8 +125,9 @@ class MlaRouter(Router):
         from tritonattn.paths.mla_decode import run_mla_decode
         from tritonattn.paths.mla_extend import run_mla_extend
         from tritonattn.paths.prefill import run_prefill
+        from tritonattn.paths.replay import repeat
 
-        decode_only = plan.extend is None and plan.prefill is None
+        decode_only = plan.decode_only
         functions: dict[str, Callable] = {} if plan.extend is None else {"up_project": up_project}
         if plan.decode is not None:
             functions |= {"absorb": absorb, "up_project_v": up_project_v}
@@ -160,11 +161,15 @@ class MlaRouter(Router):
             part_lse = lse if rows is None or lse is None else self.scratch.take("latent_lse", heads * tokens, lse.dtype).view(heads, tokens)
             if rows is None:
                 latent.zero_()
-            run_mla_decode(
-                self.paged._replace(block_size=kv_cache.shape[1]), params, q_latent, q_rope, kv_cache, latent, part_lse,
-                cu_seqlens_q=cu_seqlens_q if decode.cu_seqlens_q is None else decode.cu_seqlens_q, seq_lens=plan.device_seq_lens, block_table=table,
-                num_seqs=decode.num_seqs, max_seqlen_q=decode.max_seqlen_q, plan=decode.plan, scratch=self.scratch,
-                work=decode.work,
+            cu = cu_seqlens_q if decode.cu_seqlens_q is None else decode.cu_seqlens_q
+            tensors = (q_latent, q_rope, kv_cache, latent, part_lse, cu, plan.device_seq_lens, table)
+            repeat(
+                self._decode_runs, (decode.plan,), (*tensors, *params, *decode.work, decode.num_seqs, decode.max_seqlen_q),
+                lambda: run_mla_decode(
+                    self.paged._replace(block_size=kv_cache.shape[1]), params, q_latent, q_rope, kv_cache, latent, part_lse, cu_seqlens_q=cu,
+                    seq_lens=plan.device_seq_lens, block_table=table, num_seqs=decode.num_seqs, max_seqlen_q=decode.max_seqlen_q,
+                    plan=decode.plan, scratch=self.scratch, work=decode.work,
+                ),
             )  # fmt: skip
             if rows is None:
                 out.copy_(up_project_v(latent))

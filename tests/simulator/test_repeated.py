@@ -336,3 +336,24 @@ def test_layers_of_a_router(query_lens, first, second, monkeypatch):
     monkeypatch.setattr(replay, "NEVER", True)
     for x, y in zip(got, router.run(plan, *new, **cached, return_lse=True), strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0)
+
+
+def test_layers_of_an_mla_router(monkeypatch):
+    sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
+    router = tritonattn.MlaRouter(3, softmax_scale=0.1, dtype=torch.bfloat16, device="cpu", block_size=16, **sizes)
+    down, up = normal(48, 80) / 7, normal(64, 32) / 8
+    cache, table = normal(7, 16, 80), torch.randperm(6).int().view(2, 3)
+
+    def layer(q):
+        return router.run(plan, q, None, None, cache, absorb=lambda q: q @ down, up_project=None, up_project_v=lambda x: x @ up, return_lse=True)
+
+    plan = router.plan((1, 1), (40, 9), table)
+    layer(normal(2, 3, 48))
+    plan = router.plan((1, 1), (7, 30), table)
+    recordings = counted(monkeypatch)
+    q = normal(2, 3, 48)
+    got = layer(q)
+    assert not recordings
+    monkeypatch.setattr(replay, "NEVER", True)
+    for x, y in zip(got, layer(q), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)

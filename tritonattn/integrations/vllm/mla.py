@@ -27,6 +27,7 @@ from tritonattn.integrations.vllm.batch import scratch
 from tritonattn.paths.cache import run_gather, run_write
 from tritonattn.paths.mla_decode import run_mla_decode
 from tritonattn.paths.prefill import CHUNK, NEW_TOKENS, run_pass, run_prefill, tile_count
+from tritonattn.paths.replay import repeat
 from tritonattn.plan import ContextRow, decode_plan, prefill_row
 from tritonattn.problem import AttnParams, AttnProblem, MlaParams
 from tritonattn.tuning.arch import detect
@@ -97,6 +98,7 @@ class Impl(stock.TritonMLAImpl):
         self.stock_reasons = self._stock_reasons()
         self._fp8 = is_quantized_kv_cache(self.kv_cache_dtype)
         self.supports_quant_query_input = False  # queries stay as exact as they are; only the cache is fp8
+        self._runs: dict = {}
 
     def _stock_reasons(self) -> list[str]:
         """Why this layer is left to vLLM's own kernels; empty where it is not."""
@@ -152,10 +154,14 @@ class Impl(stock.TritonMLAImpl):
         lse = None
         if self.need_to_return_lse_for_decode or self.dcp_world_size > 1:
             lse = torch.full((heads, tokens), float("-inf"), dtype=torch.float32, device=q.device)
-        run_mla_decode(
-            problem, MlaParams(self.scale, attn_metadata.causal, None, layer._k_scale if self._fp8 else None), q, rope, cache, out, lse,
-            cu_seqlens_q=decode.query_start_loc, seq_lens=decode.seq_lens, block_table=decode.block_table, num_seqs=count,
-            max_seqlen_q=longest, plan=plan, scratch=scratch(q.device),
+        params, arena = MlaParams(self.scale, attn_metadata.causal, None, layer._k_scale if self._fp8 else None), scratch(q.device)
+        repeat(
+            self._runs, (plan, arena),
+            (q, rope, cache, out, lse, *params, decode.query_start_loc, decode.seq_lens, decode.block_table, count, longest),
+            lambda: run_mla_decode(
+                problem, params, q, rope, cache, out, lse, cu_seqlens_q=decode.query_start_loc, seq_lens=decode.seq_lens,
+                block_table=decode.block_table, num_seqs=count, max_seqlen_q=longest, plan=plan, scratch=arena,
+            ),
         )  # fmt: skip
         return out, None if lse is None else lse.t()
 
