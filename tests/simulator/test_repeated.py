@@ -9,7 +9,7 @@ from triton import knobs
 
 import tritonattn
 from tritonattn import layouts, mha
-from tritonattn.paths import combine, replay
+from tritonattn.paths import combine, launch, replay
 from tritonattn.simulator import simulated
 from tritonattn.simulator.device import launches_go_to
 from tritonattn.tuning.arch import assume, by_name
@@ -235,6 +235,20 @@ def test_pre_run_hooks_see_every_launch(monkeypatch):
     for _ in range(2):
         run(name, args)
     assert seen == [64, 64]
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_preparing_launches_nothing_and_leaves_nothing(known):
+    name, args = decode(batch=4 + known, num_splits=2)  # not recorded elsewhere
+    args["out"] = torch.full((4 + known, 4, 64), 9.0, dtype=torch.bfloat16)
+    if known:
+        run(name, args)
+    args["out"].fill_(9.0)
+    with launch.preparing():
+        run(name, args)
+    assert (args["out"] == 9.0).all()
+    run(name, args)
+    assert not (args["out"] == 9.0).any()
 
 
 def test_another_arch_is_another_call(monkeypatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -55,7 +54,8 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, flags: Mapping[str, Any
     Triton inspects every argument at every launch; here a launch is recognised by what its compile key depends on (dtype and
     alignment of each tensor, flags, the identity of `row` and of the cached `static`) and goes straight to the compiled kernel.
     """
-    if _preparing.get():
+    if replay.PREPARING.get():
+        replay.unrepeatable()
         _prepare(kernel, grid, args, {**flags, **static, **row.options})
         return
     if log.CALLS:
@@ -92,21 +92,18 @@ def _key(kernel: Any, args: tuple, flags: Mapping[str, Any], static: Mapping[str
 _compiled: dict[tuple | None, tuple] = {}
 
 
-_preparing = ContextVar("preparing", default=False)
-
-
 @contextmanager
 def preparing() -> Iterator[None]:
     """Within the block, launches of this thread are compiled and loaded on the tensors' device, and not made."""
-    token = _preparing.set(True)
+    token = replay.PREPARING.set(True)
     try:
         yield
     finally:
-        _preparing.reset(token)
+        replay.PREPARING.reset(token)
 
 
 def is_preparing() -> bool:
-    return _preparing.get()
+    return replay.PREPARING.get()
 
 
 def _prepare(kernel: Any, grid: tuple[int, ...], args: tuple, keywords: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ any other tensor is noticed, and its call is not repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from functools import partial, wraps
 from operator import itemgetter
 from typing import Any, TypeVar, cast
@@ -47,7 +48,7 @@ def repeated(function: Function) -> Function:
 
 def repeat(known: dict[Key, Recording], key: Key, values: Sequence[Any], function: Callable[[], R]) -> R:
     """`function()`, or its launches as `known` has them from a call with the same key and values that differ in pointers alone."""
-    if NEVER or current.recording is not None:  # within a call that is recorded: a part of it
+    if NEVER or PREPARING.get() or current.recording is not None:  # the last: within a call that is recorded, a part of it
         return function()
     facts: list[Any] = [key]
     tensors: list[Tensor] = []
@@ -107,6 +108,7 @@ def _describe(values: Sequence[Any], facts: list[Any], tensors: list[Tensor], ha
 
 _PLAIN = frozenset((type(None), bool, int, float, str))
 NEVER = knobs.runtime.interpret or bool(log.MODES)
+PREPARING = ContextVar("preparing", default=False)  # launches are compiled and not made, see `launch.preparing`
 
 
 class Recording:
