@@ -15,6 +15,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import date
@@ -115,6 +116,7 @@ class Winner:
     provenance: dict[str, Any]
     ranking: list[tuple[float, dict[str, Any]]]  # seconds, measured or predicted
     refused: int
+    compute_units: int = 0  # the row holds for GPUs with so many; 0: for all of the arch
 
     @property
     def when(self) -> dict[str, Any]:
@@ -122,6 +124,8 @@ class Winner:
         s, case = self.case.shape, self.case
         layout = {"nhd": "plain", "hnd": "plain"}.get(case.layout, case.layout)
         when: dict[str, Any] = {"kv_dtype": case.kv_dtype or case.dtype, "kv_layout": layout}
+        if self.compute_units:
+            when["compute_units"] = self.compute_units
         if case.kernel == "mla_decode":
             return {**when, "rows": {"max": s.num_heads * case.query_len}}
         when = {"head_size": s.head_size, "v_head_size": s.v_head_size or s.head_size, "dtype": case.dtype, **when}
@@ -147,8 +151,10 @@ def search(sweep: Sweep, case: Case, say) -> Winner | None:
     """The best candidate of a case, or None where none was accepted in time."""
     predicted: list[tuple[float, dict[str, Any]]] = []
     refused = skipped = 0
+    reasons: Counter[str] = Counter()
     for config, found in sweep.outcomes(case):
         refused += "refused" in found
+        reasons.update(found.get("refused", ()))
         skipped += "skipped" in found
         if "refused" not in found and "skipped" not in found:
             predicted.append((found.get("predicted", 0.0), config))
@@ -164,16 +170,19 @@ def search(sweep: Sweep, case: Case, say) -> Winner | None:
             if "seconds" in found:
                 ranking.append((found["seconds"], config))
             refused += "refused" in found
+            reasons.update(found.get("refused", ()))
             say(f"{len(ranking)} timed" + (f", best {min(s for s, _ in ranking) * 1e6:.1f} us" if ranking else ""))
         ranking.sort(key=lambda entry: entry[0])
         provenance = {"kind": "measured", "device": _device_name(sweep.device), **versions()}
     if not ranking:
+        say(f"none accepted, {refused} refused, {skipped} not tried" + "".join(f"; most often: {why}" for why, _ in reasons.most_common(1)))
         return None
     margin = ranking[1][0] / ranking[0][0] - 1 if len(ranking) > 1 else 0.0
     provenance |= {"date": date.today().isoformat(), "note": f"tritonattn tune: {case}", "runner_up_margin": round(margin, 4)}
     if provenance["kind"] == "measured":
         provenance["microseconds"] = round(ranking[0][0] * 1e6, 2)
-    return Winner(case, ranking[0][1], provenance, ranking, refused)
+    usual = by_name(sweep.arch.name).compute_units  # a SKU, or a partition, of another size gets rows of its own
+    return Winner(case, ranking[0][1], provenance, ranking, refused, 0 if sweep.arch.compute_units == usual else sweep.arch.compute_units)
 
 
 def write(sweep: Sweep, kernel: str, winners: list[Winner]) -> Path:
@@ -300,7 +309,7 @@ def run(args: argparse.Namespace) -> int:
             winner = search(sweep, case, lambda text, case=case: print(f"\r{case}: {text}".ljust(120), end="", file=sys.stderr, flush=True))
             print(file=sys.stderr)
             if winner is None:
-                print(f"{case}: no candidate was accepted in time; its rows stay", file=sys.stderr)
+                print("its rows stay", file=sys.stderr)
             else:
                 best.append(winner)
         if best:
