@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, product
 from typing import Any, Protocol
 
 import torch
@@ -38,7 +38,7 @@ class Compilation:
     kernel: str
     module: str
     target: str
-    key: str  # what it was compiled for: the constexprs and the types of the arguments
+    key: str  # what it was compiled for: the constexprs, the types of the arguments, and what is promised of them
     from_cache: bool
     seconds: float
 
@@ -70,7 +70,8 @@ class Compilations:
         target = metadata["target"]
         names = src.fn.arg_names
         fixed = {names[path[0]]: value for path, value in src.constants.items() if len(path) == 1}
-        types = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
+        promised = {names[path[0]]: facts for path, facts in src.attrs.items() if len(path) == 1}
+        types = {name: _with(kind, promised.get(name)) for name, kind in src.signature.items() if kind != "constexpr"}
         key = ", ".join([f"{k}={v}" for k, v in fixed.items()] + [f"{k}: {v}" for k, v in types.items()])
         event = Compilation(src.fn.__name__, src.fn.fn.__module__, str(getattr(target, "arch", target)), key, cache_hit, times.total / 1e6)
         (self.found if cache_hit else self.new).append(event)
@@ -78,6 +79,12 @@ class Compilations:
             self.on_new(event)
         if self._before:
             self._before(src=src, metadata=metadata, cache_hit=cache_hit, times=times, **rest)
+
+
+def _with(kind: str, promised: Any) -> str:
+    """A type, and in brackets what Triton takes for granted of such an argument: its alignment, its size."""
+    facts = [" ".join(map(str, fact)).removeprefix("tt.") for fact in promised or ()]
+    return f"{kind} ({', '.join(facts)})" if facts else kind
 
 
 @dataclass(frozen=True)
@@ -178,7 +185,7 @@ def _mha_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
     v_size = s.v_head_size or s.head_size
     dtype, kv_dtype, scale, sizes = _tensors(deployment, arch, device)
     sinks = torch.zeros(heads, device=device) if s.sinks else None
-    for least in sizes:
+    for aligned, least in product(ALIGNMENTS, sizes):
         page = deployment.block_size * kv_heads * min(s.head_size, v_size) * kv_dtype.itemsize
         pages = max(4, -(-least // page) + 1)
         size = (deployment.kv_layout, pages, deployment.block_size, kv_heads, s.head_size)
@@ -191,11 +198,11 @@ def _mha_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
                 block_size=deployment.block_size, decode_threshold=deployment.decode_threshold, window_size=window,
                 softcap=s.softcap, sinks=sinks, **scales, **layout,
             )  # fmt: skip
-            for aligned in ALIGNMENTS:
-                for query, seq in planned(deployment, arch, router):
-                    yield partial(_step, deployment, router, query, seq, k_cache, v_cache, aligned)
-        new_k = torch.empty(8, kv_heads, s.head_size, dtype=dtype, device=device)
-        new_v = torch.empty(8, kv_heads, v_size, dtype=dtype, device=device)
+            for query, seq in planned(deployment, arch, router):
+                yield partial(_step, deployment, router, query, seq, k_cache, v_cache, aligned)
+        if not aligned[1]:  # nothing but the caches is written
+            continue
+        new_k, new_v = (_rows(8, kv_heads, size, dtype, device, aligned[0]) for size in (s.head_size, v_size))
         for slot_type in (torch.int64, torch.int32):
             slots = torch.arange(8, dtype=slot_type, device=device)
             yield partial(tritonattn.reshape_and_cache, new_k, new_v, k_cache, v_cache, slots, **scales, **layout)
@@ -251,7 +258,7 @@ def _mla_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
 
     s = deployment.shape
     dtype, kv_dtype, scale, sizes = _tensors(deployment, arch, device)
-    for least in sizes:
+    for aligned, least in product(ALIGNMENTS, sizes):
         pages = max(4, -(-least // (deployment.block_size * (s.latent + s.rope) * kv_dtype.itemsize)) + 1)
         cache = torch.empty(pages, deployment.block_size, s.latent + s.rope, dtype=kv_dtype, device=device)
         router = tritonattn.MlaRouter(
@@ -259,9 +266,10 @@ def _mla_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
             qk_nope_head_dim=s.head_size - s.rope, qk_rope_head_dim=s.rope, v_head_dim=s.v_head_size, block_size=deployment.block_size,
             decode_threshold=deployment.decode_threshold, kv_descale=scale,
         )  # fmt: skip
-        for aligned in ALIGNMENTS:
-            for query, seq in planned(deployment, arch, router):
-                yield partial(_mla_step, deployment, router, query, seq, cache, aligned)
+        for query, seq in planned(deployment, arch, router):
+            yield partial(_mla_step, deployment, router, query, seq, cache, aligned)
+        if aligned != ALIGNMENTS[0]:
+            continue
         for query, seq in batches(deployment):
             if max(query) <= deployment.decode_threshold:
                 yield partial(_mla_decode, deployment, query, seq, cache, dtype, scale)
@@ -323,14 +331,15 @@ def _mla_extend(deployment: Deployment, query: list[int], seq: list[int], cache:
 def compile_ahead(deployment: Deployment, arch: Arch, part: int = 0, parts: int = 1) -> list[Compilation]:
     """Make every kernel that the deployment can reach on a GPU ready in Triton's cache folder; nothing is launched.
 
-    part, parts: this process's share of the calls; processes may share one folder. Returns what was compiled, and what was there.
+    part, parts: this process's share of the calls; processes may share one folder. Calls of one kind follow one another, so each takes a
+    run of them and few kernels are compiled twice. Returns what was compiled, and what was there.
     """
     from tritonattn.tuning.codegen import capture
 
     with Compilations() as seen, capture(arch):
-        for i, call in enumerate(calls(deployment, arch)):
-            if i % parts == part:
-                call()
+        work = list(calls(deployment, arch))
+        for call in work[len(work) * part // parts : len(work) * (part + 1) // parts]:
+            call()
     return [*seen.new, *seen.found]
 
 

@@ -24,7 +24,7 @@ def test_nothing_compiles_after_a_warm_up(name, served, tmp_path):
     found = json.loads(done.stdout)
     assert 5 < found["before"] < 120
     assert found["after"] == []
-    assert found["late"] == ["merge"] and "DV=32" in found["key"]
+    assert found["late"] == ["merge"] and "DV=32" in found["key"] and "out_a: *fp16 (divisibility 16" in found["key"]
 
 
 def test_batches_reach_the_ends():

@@ -43,8 +43,7 @@ def serve(deployment):
         q, k, v = (odd_rows(tokens, h, size, i % 3 == 1) for h in (heads, kv_heads, kv_heads))
         out = odd_rows(tokens, heads, size, 1) if i % 5 == 1 else None
         router.run(router.plan(query, seq, torch.zeros(len(query), width, dtype=torch.int32)), q, k, v, *caches, out=out)
-        if i % 3 != 1:
-            tritonattn.reshape_and_cache(k, v, *caches, torch.arange(tokens) % 128, kv_layout=deployment.kv_layout)
+        tritonattn.reshape_and_cache(k, v, *caches, torch.arange(tokens) % 128, kv_layout=deployment.kv_layout)
 
 
 def serve_mla(deployment):
