@@ -7,6 +7,7 @@ import torch
 import triton
 
 import tritonattn
+from tritonattn.tuning.arch import by_name
 from tritonattn.tuning.codegen import capture, judge, read
 
 CASES = {
@@ -16,15 +17,18 @@ CASES = {
     "6 heads, one split": {"heads": 6, "num_splits": 1},
     "20 heads, two tokens": {"heads": 20, "max_seqlen_q": 2},
     "block 48": {"block_size": 48},
+    "fp8 cache": {"fp8": True},
+    "fp8 cache, 128 heads": {"fp8": True, "heads": 128},
 }
 
 
-def compile_case(arch, *, heads=16, dtype=torch.bfloat16, block_size=64, max_seqlen_q=1, num_splits=8, pair=False):
+def compile_case(arch, *, heads=16, dtype=torch.bfloat16, block_size=64, max_seqlen_q=1, num_splits=8, pair=False, fp8=False):
     batch = 4
+    kv_dtype = getattr(torch, by_name(arch).fp8_types[0]) if fp8 else dtype
     q = torch.zeros(batch * max_seqlen_q, heads, 576, dtype=dtype)
     with capture(arch) as launches:
         tritonattn.mla_decode(
-            (q[..., :512].contiguous(), q[..., 512:].contiguous()) if pair else q, torch.zeros(8, block_size, 576, dtype=dtype),
+            (q[..., :512].contiguous(), q[..., 512:].contiguous()) if pair else q, torch.zeros(8, block_size, 576, dtype=kv_dtype),
             seqused_k=torch.zeros(batch, dtype=torch.int32), block_table=torch.zeros(batch, 8192 // block_size, dtype=torch.int32),
             max_seqlen_k=8192, max_seqlen_q=max_seqlen_q, softmax_scale=0.1, num_splits=num_splits,
         )  # fmt: skip

@@ -115,6 +115,36 @@ def test_fp8_cache(layout, kv_dtype, order, monkeypatch):
     check(*attend(layout, head_size=96, num_splits=2, **common), tolerance=0.02)
 
 
+@interpreted
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("layout", ["preshuffled", "nhd"])
+@pytest.mark.parametrize("case", [
+    {"q_lens": [8, 5], "num_splits": 2, "config": {**WAVE, "BLOCK_N": 64, "WAVE_ROWS": 16}},  # 32 rows: two groups, two parts of the tokens
+    {"q_lens": [9, 16], "config": {**WAVE, "BLOCK_N": 64, "WAVE_ROWS": 32}},  # 64 rows
+    {"q_lens": [16, 2], "heads": 6, "num_splits": 3, "window_size": (90, 0), "alibi_slopes": True, "sinks": True, "head_size": 96,
+     "config": {**WAVE, "BLOCK_N": 32, "WAVE_ROWS": 16}},  # 48 rows of 64: four groups, each over all tokens
+    {"q_lens": [9, 16], "head_size": 256, "kv_dtype": torch.float8_e4m3fn, "config": {**WAVE, "BLOCK_N": 32, "WAVE_ROWS": 16}},
+])  # fmt: skip
+def test_row_groups(layout, order, case, monkeypatch):
+    """Waves that have the same tokens and other query rows."""
+    case = dict(case)
+    for name in ("sinks", "alibi_slopes"):
+        if name in case:
+            case[name] = torch.rand(case.get("heads", 8), generator=torch.Generator().manual_seed(1))
+    tolerance = 0.02 if "kv_dtype" in case else 2e-3
+    check(*attend(layout, lens=(150, 77), order=order, monkeypatch=monkeypatch, **case), tolerance)
+
+
+@interpreted
+@pytest.mark.parametrize("order", [0, 1])
+@pytest.mark.parametrize("layout", ["preshuffled", "nhd"])
+@pytest.mark.parametrize("head_size, kv_dtype", [(32, None), (48, None), (32, torch.float8_e4m3fn), (48, torch.float8_e4m3fn), (256, torch.float8_e4m3fn)])
+def test_few_tokens_and_narrow_heads(layout, head_size, kv_dtype, order, monkeypatch):
+    """32 fp8 tokens of a wave are less than its four lane groups have room for at 16 bytes each; nor do 32 columns fill them."""
+    case = {"lens": (150, 33), "block_size": 32, "order": order, "monkeypatch": monkeypatch, "head_size": head_size, "kv_dtype": kv_dtype}
+    check(*attend(layout, **case), 0.02 if kv_dtype else 2e-3)
+
+
 @pytest.fixture(scope="module", params=["gfx942", "gfx950"])
 def compiled(request):
     """(arch, case -> figures) of `wave_cases.py`, made in a process where Triton compiles."""

@@ -26,17 +26,20 @@ WAVE = {"BLOCK_H": 16, "BLOCK_N": 128, "NUM_STAGES": 1, "num_warps": 4, "num_sta
     {"lens": (300, 17, 0), "q_lens": [3, 2, 1], "heads": 6, "num_splits": 3, "pair": True, "block_size": 16},
     {"lens": (140,), "q_lens": [2], "heads": 20, "block_size": 48, "causal": False, "kv_descale": 0.5},
     {"lens": (77,), "block_size": 5},
+    {"kv_dtype": torch.float8_e4m3fn, "q_lens": [2, 3], "heads": 10, "num_splits": 2, "kv_descale": 0.5, "block_size": 16},
+    {"kv_dtype": torch.float8_e4m3fn, "fp8_queries": True, "pair": True, "heads": 4},
 ])  # fmt: skip
 def test_semantics(case, order, monkeypatch):
     """Every dead slot is NaN and every table entry past the end is out of the cache."""
     case = {"lens": (300, 77), "heads": 16, "block_size": 64, "pair": False, "num_splits": 1, **case}
     lens, block_size = case.pop("lens"), case.pop("block_size")
+    kv_dtype, fp8_queries = case.pop("kv_dtype", torch.float16), case.pop("fp8_queries", False)
     q_lens, heads, pair = case.pop("q_lens", [1] * len(lens)), case.pop("heads"), case.pop("pair")
     gen = torch.Generator().manual_seed(0)
     pages = -(-max(lens) // block_size) + 1
-    cache = (torch.randn(len(lens) * pages + 2, block_size, 576, generator=gen) * 0.5).half()
+    cache = (torch.randn(len(lens) * pages + 2, block_size, 576, generator=gen) * 0.5).to(kv_dtype)
     table = torch.randperm(len(cache), generator=gen)[: len(lens) * pages].reshape(len(lens), pages).int()
-    q = torch.randn(sum(q_lens), heads, 576, generator=gen).half()
+    q = torch.randn(sum(q_lens), heads, 576, generator=gen).to(kv_dtype if fp8_queries else torch.float16)
     common = {"seqused_k": torch.tensor(lens, dtype=torch.int32), "max_seqlen_k": max(lens), "max_seqlen_q": max(q_lens),
               "cu_seqlens_q": torch.tensor([0, *torch.tensor(q_lens).cumsum(0)], dtype=torch.int32), "softmax_scale": 0.06, **case}  # fmt: skip
     expected = reference.mla_decode(q, cache, block_table=table, **common)
@@ -45,20 +48,24 @@ def test_semantics(case, order, monkeypatch):
         for t in range(n):
             live[row[t // block_size], t % block_size] = True
         row[-(-n // block_size) :] = 1 << 30
-    cache[~live] = torch.nan
+    if kv_dtype is torch.float16:
+        cache[~live] = torch.nan
+    else:
+        cache.view(torch.uint8)[~live] = 0x7F
+    tolerance = 2e-3 if kv_dtype is torch.float16 else 2e-2  # the interpreter cuts P to fp8 where the hardware rounds
     monkeypatch.setattr(mla_decode_wave, "pick_order", lambda *_: order)
     with assume(pin(by_name("interpreter"), mla_decode=WAVE, combine={"num_warps": 1, "BLOCK_S": 16})):
         got = tritonattn.mla_decode(
             (q[..., :512].contiguous(), q[..., 512:].contiguous()) if pair else q, cache, block_table=table, return_lse=True, **common
         )
     for a, b in zip(got, expected, strict=True):
-        torch.testing.assert_close(a.double(), b.double(), rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
 def test_compiled(arch):
-    """No LDS traffic, no barrier, no spill in the loops, and at most 1.3 wave-instructions per head and key."""
+    """No LDS traffic, no barrier, no spill in the loops, and at most 1.3 wave-instructions per head and key (fp8, converted as K: 2.3)."""
     path = os.pathsep.join([str(HERE.parents[1]), *sys.path])
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1", "PYTHONPATH": path}
     done = subprocess.run([sys.executable, str(HERE / "mla_cases.py"), arch], env=env, capture_output=True, text=True)
@@ -67,4 +74,4 @@ def test_compiled(arch):
         assert case["kernel"] == "mla_decode_wave", name
         assert (case["lds_traffic"], case["barriers"], case["reasons"]) == (0, 0, []), name
         assert case["occupancy"] >= 2, name
-        assert case["per_head_and_key"] <= 1.3, name
+        assert case["per_head_and_key"] <= (2.3 if "fp8" in name else 1.3), name

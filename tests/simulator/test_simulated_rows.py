@@ -96,6 +96,7 @@ def test_a_row_that_does_not_fit_is_refused_by_name(little_lds):
     from tritonattn.tuning.arch import by_name
 
     arch = by_name(ARCHES[0])
-    row = table.Row({}, {**table.rows("combine", arch)[-1].config, "BLOCK_S": 8}, {}, "a row of its own")  # compiled for this test alone
-    reasons = execute(case_of("combine", row, arch), arch, row).reasons
+    shipped = table.rows("combine", arch)[-1]
+    row = table.Row({}, {**shipped.config, "BLOCK_S": 8}, {}, "a row of its own")  # compiled for this test alone
+    reasons = execute(case_of("combine", shipped, arch), arch, row).reasons
     assert reasons and "out of resource" in reasons[0]

@@ -146,6 +146,15 @@ def test_accumulator_moves_are_rejected():
     assert codegen.judge(report, by_name("gfx942")) == ["loop 1 of 1: 1 of 8 instructions only move accumulators"]
 
 
+def test_a_row_may_set_its_own_limits():
+    (loop,) = codegen.hot_loops(ASSEMBLY.replace("ds_bpermute_b32 v1, v2, v3", "ds_read_u16 v1, v2"))
+    moves, narrow = (f"loop 1 of 1: 1 of {loop.instructions} instructions only move accumulators", "loop 1 of 1: 1 LDS reads of 2 bytes")
+    arch, report = by_name("gfx942"), report_of(loop)
+    assert codegen.judge(report, arch) == [narrow, moves]
+    assert codegen.judge(report, arch, limits={"narrow_lds_reads": 1}) == [moves]
+    assert codegen.judge(report, arch, limits={"narrow_lds_reads": 0, "accumulator_move_share": 0.2}) == [narrow]
+
+
 def test_only_gpus_are_captured():
     with pytest.raises(ValueError, match="arch must be a GPU"):
         with codegen.capture("interpreter"):

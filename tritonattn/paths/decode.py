@@ -303,7 +303,7 @@ def run_decode(
     left, right = window(params)
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
     grid = (problem.num_kv_heads * plan.row_blocks, *over)
-    start = launch_wave if plan.row.config["form"] == "wave" and vec > 1 else partial(launch.run, decode)
+    start = launch_wave if plan.row.config["form"] == "wave" else partial(launch.run, decode)
     with launch.on(q, plan.row):
         start(
             grid,

@@ -225,8 +225,7 @@ def run_mla_decode(
     rope_scale = descale_of(params.kv_descale if params.rope_descale is None else params.rope_descale)
     flags = {"VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SPLIT": part_out is not None, "ROWS": plan.rows}
     static = _static(plan.row, problem)
-    wave = plan.row.config["form"] == "wave" and mla_decode_wave.serves(static, flags, q, kv_cache)
-    start = mla_decode_wave.launch_wave if wave else partial(launch.run, mla_decode)
+    start = mla_decode_wave.launch_wave if plan.row.config["form"] == "wave" else partial(launch.run, mla_decode)
     with launch.on(q, plan.row):
         start(
             (plan.row_blocks, *over),

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 
 from tritonattn.paths import launch
-from tritonattn.paths.decode_wave import pick_order, store_merged
+from tritonattn.paths.decode_wave import P_LOG2, dot_split, pick_order, split_p, store_merged
 from tritonattn.tile import mask, seqlens, softmax, store
-from tritonattn.tile.kv_load import descale, upcast
-from tritonattn.tile.wave_load import load_k_plain, load_q, load_v_plain, wave_tokens
+from tritonattn.tile.kv_load import descale, exact, upcast
+from tritonattn.tile.wave_load import halves, load_k_plain, load_q, load_v_plain, wave_tokens
 
 CHUNK = tl.constexpr(128)  # columns that 16 lanes of 16 bytes read of a row; the latent is four of them
 
@@ -22,23 +22,30 @@ def add_scores(
     s, q, kv_cache, table, n0, row0, row_end, q_start, lo, hi, stride_q_token, stride_q_head, stride_kv_block, stride_kv_token,
     NUM_HEADS: tl.constexpr, START: tl.constexpr, END: tl.constexpr, WIDTH: tl.constexpr, BLOCK_SIZE: tl.constexpr, X: tl.constexpr,
     VEC: tl.constexpr, VEC_Q: tl.constexpr, ROWS: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
-    COMPUTE: tl.constexpr, MASKED: tl.constexpr,
+    COMPUTE: tl.constexpr, FP8: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """s + q @ columns START .. END of the cached rows, transposed; q points at the columns that meet them."""
     a = load_q(q, row0, row_end, q_start, stride_q_token, stride_q_head, NUM_HEADS, END - START, WIDTH, X, VEC_Q, WAVES, ROWS, ORD)
-    k = load_k_plain(kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, START, END, WIDTH, BLOCK_SIZE, VEC, X, WAVES, TOKENS, ORD, MASKED)
+    k = load_k_plain(kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, START, END, WIDTH, BLOCK_SIZE, VEC, X, WAVES, WAVES, TOKENS, ORD, MASKED)
+    if a.dtype.primitive_bitwidth == 8:
+        a = exact(halves(a), COMPUTE)
+    if FP8:
+        k = exact(halves(k), COMPUTE)
     return tl.dot(upcast(a, COMPUTE), tl.permute(upcast(k, COMPUTE), (0, 2, 1)), s, input_precision="ieee")
 
 
 @triton.jit
 def add_values(
-    acc, p, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT: tl.constexpr, START: tl.constexpr,
+    acc, p, rest, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT: tl.constexpr, START: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, X: tl.constexpr, VEC: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
-    MASKED: tl.constexpr,
+    FP8: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc * alpha + p @ columns START .. START + CHUNK of the cached rows."""
-    v = load_v_plain(kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, START, CHUNK, BLOCK_SIZE, VEC, X, WAVES, TOKENS, ORD, 4, MASKED)
-    return tl.dot(p, upcast(v, p.dtype), acc * alpha[:, :, None], input_precision="ieee")
+    """acc * alpha + (p + rest) @ columns START .. START + CHUNK of the cached rows."""
+    v = load_v_plain(
+        kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, START, CHUNK, BLOCK_SIZE, VEC, X, WAVES, WAVES, TOKENS, ORD,
+        8 if FP8 else 4, MASKED,
+    )  # fmt: skip
+    return dot_split(p, rest, v if FP8 else upcast(v, p.dtype), acc * alpha[:, :, None], FP8)
 
 
 @triton.jit
@@ -47,42 +54,47 @@ def mla_tile(
     stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_kv_block, stride_kv_token,
     NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, R: tl.constexpr, ROPE: tl.constexpr,
     X: tl.constexpr, VEC: tl.constexpr, VEC_Q: tl.constexpr, ROWS: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr,
-    ORD: tl.constexpr, CHEAP_P: tl.constexpr, COMPUTE: tl.constexpr, ROPE_SCALED: tl.constexpr, MASKED: tl.constexpr,
+    ORD: tl.constexpr, CHEAP_P: tl.constexpr, COMPUTE: tl.constexpr, ROPE_SCALED: tl.constexpr, FP8: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys [n0, n0 + WAVES * TOKENS) into the state, TOKENS to each wave."""
     again = (n0 >> 30) * VEC_Q  # zero, but not to the compiler, which would load q once and keep it in registers
     s = tl.zeros([WAVES, ROWS, TOKENS], tl.float32)
     s = add_scores(
         s, q_rope + again, kv_cache, table, n0, row0, row_end, q_start, lo, hi, stride_rope_token, stride_rope_head, stride_kv_block,
-        stride_kv_token, NUM_HEADS, LATENT, LATENT + ROPE, R, BLOCK_SIZE, X, VEC, VEC_Q, ROWS, WAVES, TOKENS, ORD, COMPUTE, MASKED,
+        stride_kv_token, NUM_HEADS, LATENT, LATENT + ROPE, R, BLOCK_SIZE, X, VEC, VEC_Q, ROWS, WAVES, TOKENS, ORD, COMPUTE, FP8, MASKED,
     )  # fmt: skip
     if ROPE_SCALED:
         s *= rope_scale
     for start in tl.static_range(0, LATENT, CHUNK // 2):
         s = add_scores(
             s, q + again + start, kv_cache, table, n0, row0, row_end, q_start, lo, hi, stride_q_token, stride_q_head, stride_kv_block,
-            stride_kv_token, NUM_HEADS, start, start + CHUNK // 2, CHUNK // 2, BLOCK_SIZE, X, VEC, VEC_Q, ROWS, WAVES, TOKENS, ORD, COMPUTE, MASKED,
+            stride_kv_token, NUM_HEADS, start, start + CHUNK // 2, CHUNK // 2, BLOCK_SIZE, X, VEC, VEC_Q, ROWS, WAVES, TOKENS, ORD, COMPUTE, FP8, MASKED,
         )  # fmt: skip
     if MASKED:
         keys = n0 + (tl.arange(0, WAVES) * TOKENS)[:, None, None] + wave_tokens(TOKENS, X, False)[None, None, :]
         s = tl.where(mask.tile_mask(keys, row_lo[None, :, None], row_hi[None, :, None], False), s, softmax.NEG_INF)
-    p, alpha, m, l = softmax.online_step(s, m, l, scale, MASKED)
-    p = softmax.round_p(p, COMPUTE, CHEAP_P)
+    p, alpha, m, l = softmax.online_step(s, m, l, scale, MASKED, P_LOG2 if FP8 else 0)
+    rest = p
+    if FP8:
+        p, rest = split_p(p, kv_cache.dtype.element_ty)
+    else:
+        p = softmax.round_p(p, COMPUTE, CHEAP_P)
     acc0 = add_values(
-        acc0, p, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, 0 * CHUNK, BLOCK_SIZE, X, VEC, WAVES,
-        TOKENS, ORD, MASKED,
+        acc0, p, rest, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, 0 * CHUNK, BLOCK_SIZE, X, VEC, WAVES,
+        TOKENS, ORD, FP8, MASKED,
     )  # fmt: skip
     acc1 = add_values(
-        acc1, p, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, 1 * CHUNK, BLOCK_SIZE, X, VEC, WAVES,
-        TOKENS, ORD, MASKED,
+        acc1, p, rest, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, 1 * CHUNK, BLOCK_SIZE, X, VEC, WAVES,
+        TOKENS, ORD, FP8, MASKED,
     )  # fmt: skip
     acc2 = add_values(
-        acc2, p, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, 2 * CHUNK, BLOCK_SIZE, X, VEC, WAVES,
-        TOKENS, ORD, MASKED,
+        acc2, p, rest, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, 2 * CHUNK, BLOCK_SIZE, X, VEC, WAVES,
+        TOKENS, ORD, FP8, MASKED,
     )  # fmt: skip
     acc3 = add_values(
-        acc3, p, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, 3 * CHUNK, BLOCK_SIZE, X, VEC, WAVES,
-        TOKENS, ORD, MASKED,
+        acc3, p, rest, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, 3 * CHUNK, BLOCK_SIZE, X, VEC, WAVES,
+        TOKENS, ORD, FP8, MASKED,
     )  # fmt: skip
     return acc0, acc1, acc2, acc3, m, l
 
@@ -122,10 +134,11 @@ def mla_decode_wave(
     # problem; ROPE (padded to R)
     NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, R: tl.constexpr, ROPE: tl.constexpr,
     X: tl.constexpr, VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, COMPUTE: tl.constexpr, SPLIT: tl.constexpr,
-    ROPE_SCALED: tl.constexpr,
+    ROPE_SCALED: tl.constexpr, FP8: tl.constexpr,
     # tile
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, WAVES: tl.constexpr, ORD: tl.constexpr, CHEAP_P: tl.constexpr,
 ):  # fmt: skip
+    tl.static_assert(LATENT == 4 * CHUNK and ROPE == R, "only rows of 512 + 64 columns")
     TOKENS: tl.constexpr = BLOCK_N // WAVES
     row0 = tl.program_id(0) * ROWS
     seq, split, splits, place = seqlens.decode_item(work, num_splits)
@@ -172,7 +185,7 @@ def mla_decode_wave(
         acc0, acc1, acc2, acc3, m, l = mla_tile(
             q, rope, acc0, acc1, acc2, acc3, m, l, kv, table, n, row0, row_end, q_start, begin, hi, 0, 0, scale, rope_ratio,
             stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_kv_block, stride_kv_token,
-            NUM_HEADS, BLOCK_SIZE, LATENT, R, ROPE, X, VEC, VEC_Q, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE, ROPE_SCALED, False,
+            NUM_HEADS, BLOCK_SIZE, LATENT, R, ROPE, X, VEC, VEC_Q, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE, ROPE_SCALED, FP8, False,
         )  # fmt: skip
     # What the rows are is worked out where it is needed, so as not to hold registers in a loop; the compiler cannot tell that the shifts give 0.
     rows = row0 + (inner_end >> 30) + tl.arange(0, ROWS)
@@ -181,7 +194,7 @@ def mla_decode_wave(
         acc0, acc1, acc2, acc3, m, l = mla_tile(
             q, rope, acc0, acc1, acc2, acc3, m, l, kv, table, n, row0, row_end, q_start, begin, hi, row_lo, row_hi, scale, rope_ratio,
             stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_kv_block, stride_kv_token,
-            NUM_HEADS, BLOCK_SIZE, LATENT, R, ROPE, X, VEC, VEC_Q, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE, ROPE_SCALED, True,
+            NUM_HEADS, BLOCK_SIZE, LATENT, R, ROPE, X, VEC, VEC_Q, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE, ROPE_SCALED, FP8, True,
         )  # fmt: skip
 
     rows = row0 + (hi >> 30) + tl.arange(0, ROWS)
@@ -211,19 +224,13 @@ def mla_decode_wave(
         store_rows(out, out_rows, row_ok, acc0, acc1, acc2, acc3, inverse, lse, lse_rows, row_ok, log, X, ROWS, WAVES)
 
 
-def serves(static, flags, q, kv_cache) -> bool:
-    """Whether this form of the kernel takes a launch of `mla_decode`: 16-bit rows of 512 + rope, everything aligned."""
-    x = 16 // kv_cache.element_size()
-    return x == 8 and q.dtype == kv_cache.dtype and static["LATENT"] == 4 * CHUNK.value and static["ROPE"] % x == 0 and flags["VEC"] == flags["VEC_Q"] == x
-
-
 def launch_wave(grid, args, flags, static, row):
     """As `launch.run(mla_decode, ...)` in the form of this file: takes what `mla_decode` takes and settles the rest of the constexprs."""
+    facts = dict(zip(mla_decode_wave.arg_names, args, strict=False))
     key = id(static), id(row)
     if key not in _static_of_wave:
-        _static_of_wave[key] = _wave_static(static, row.options), static, row  # those two stay alive, so their ids stay theirs
+        _static_of_wave[key] = _wave_static(static, row.options, facts["kv_cache"].element_size()), static, row  # these two stay, and so do their ids
     static = _static_of_wave[key][0]
-    facts = dict(zip(mla_decode_wave.arg_names, args, strict=False))
     scaled = facts["rope_descale"] is not facts["kv_descale"] or facts["rope_scale"] != facts["kv_scale"]
     flags = {**flags, "ROPE_SCALED": scaled}
     order = pick_order(mla_decode_wave, grid, args, {**flags, **static, **row.options})
@@ -233,6 +240,6 @@ def launch_wave(grid, args, flags, static, row):
 _static_of_wave: dict = {}
 
 
-def _wave_static(static, options) -> dict:
+def _wave_static(static, options, itemsize) -> dict:
     kept = {name: value for name, value in static.items() if name not in ("L0", "L1", "SCORES_ONCE", "TAIL_APART")}
-    return {"CHEAP_P": False, **kept, "X": 8, "R": max(static["R"], 32), "WAVES": options["num_warps"]}
+    return {"CHEAP_P": False, **kept, "X": 16 // itemsize, "FP8": itemsize == 1, "WAVES": options["num_warps"]}

@@ -18,7 +18,7 @@ from triton.runtime.errors import OutOfResources
 
 import tritonattn
 from tritonattn import layouts, reference
-from tritonattn.tuning import cases
+from tritonattn.tuning import check
 from tritonattn.tuning.arch import Arch, assume
 from tritonattn.tuning.cases import Case
 from tritonattn.tuning.table import Row, pin
@@ -42,8 +42,8 @@ class Execution:
 
 
 def case_of(kernel: str, row: Row, arch: Arch) -> Case:
-    """A call that the row describes, with head sizes that exist; a cache that is not fp8 has the dtype of the queries."""
-    case = cases.meeting(next(cases.cases(kernel)), row.when, arch)
+    """A call that leads to the row, with head sizes that exist; a cache that is not fp8 has the dtype of the queries."""
+    case = check.case_for(arch, kernel, row)
     shape = case.shape
     case = replace(case, shape=replace(shape, head_size=shape.head_size // 16 * 16, v_head_size=shape.v_head_size // 16 * 16))
     if case.kv_dtype == "fp8":

@@ -45,15 +45,16 @@ def modify_scores(s, scale, softcap, slope, distance, SOFTCAP: tl.constexpr, ALI
 
 
 @triton.jit
-def online_step(s, m, l, factor, MASKED: tl.constexpr):
+def online_step(s, m, l, factor, MASKED: tl.constexpr, P_LOG2: tl.constexpr = 0):
     """One tile of scores into the state: returns (p, alpha, m, l); the caller does `acc = acc * alpha + p @ v`.
 
     s       [..., rows, keys] scores, -inf where masked; factor > 0 takes them to log2 units.
     l       [..., rows]; or as s, where the sum over the keys is left for the end and every tile is spared a reduction.
     MASKED  the tile may hold a row without any visible key; unmasked tiles spare the guard.
+    P_LOG2  m is the maximum less this, so that the largest p is 2^P_LOG2; l and acc grow alike.
     """
     axis: tl.constexpr = len(s.shape) - 1
-    m_new = tl.maximum(m, tl.max(s, axis) * factor)
+    m_new = tl.maximum(m, tl.max(s, axis) * factor - P_LOG2)
     shift = safe_max(m_new) if MASKED else m_new
     p = tl.math.exp2(s * factor - tl.expand_dims(shift, axis))
     alpha = tl.math.exp2(m - shift)
@@ -115,17 +116,3 @@ def rejoin(m, l):
     m_all = tl.max(m, 0)
     weight = tl.math.exp2(m - safe_max(m_all)[None, :])
     return weight, m_all, tl.sum(l * weight, 0)
-
-
-@triton.jit
-def online_step_wide(s, m, l, factor, P_LOG2: tl.constexpr, MASKED: tl.constexpr):
-    """`online_step` whose sum stays apart: l has the shape of s, and is added up over the keys after the loop, once.
-
-    m is the maximum less P_LOG2, so that the largest p is 2^P_LOG2: l and acc grow alike.
-    """
-    axis: tl.constexpr = len(s.shape) - 1
-    m_new = tl.maximum(m, tl.max(s, axis) * factor - P_LOG2)
-    shift = safe_max(m_new) if MASKED else m_new
-    p = tl.math.exp2(s * factor - tl.expand_dims(shift, axis))
-    alpha = tl.math.exp2(m - shift)
-    return p, alpha, m_new, l * tl.expand_dims(alpha, axis) + p

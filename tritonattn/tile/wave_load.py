@@ -32,10 +32,20 @@ def wave_tokens(TOKENS: tl.constexpr, X: tl.constexpr, PRESHUFFLED: tl.constexpr
     """[TOKENS] token of each logical position of a wave's tile."""
     p = tl.arange(0, TOKENS)
     if PRESHUFFLED:
-        HI: tl.constexpr = X // 4
-        return p // (16 * HI) * (4 * X) + p // 16 % HI * 4 + p % 16 // 4 * X + p % 4
+        T: tl.constexpr = X if TOKENS >= 4 * X else TOKENS // 4
+        HI: tl.constexpr = T // 4
+        return p // (16 * HI) * (4 * T) + p // 16 % HI * 4 + p % 16 // 4 * T + p % 4
     else:
         return p // 16 * 16 + p % 4 * 4 + p % 16 // 4
+
+
+@triton.jit
+def first_tokens(WAVES: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr):
+    """[WAVES] offset of each wave's tokens in a tile of PARTS * TOKENS: consecutive waves have the same tokens, for other query rows."""
+    if PARTS == WAVES:
+        return tl.arange(0, WAVES) * TOKENS
+    else:
+        return tl.arange(0, WAVES) // (WAVES // PARTS) * TOKENS
 
 
 @triton.jit
@@ -89,25 +99,26 @@ def keep(tile, n, lo, hi):
 def load_k_preshuffled(
     k, table, n0, lo, hi, stride_block,
     D_START: tl.constexpr, D_END: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    ORD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """[WAVES, TOKENS, WIDTH] of columns D_START .. of a cache [blocks, heads, D/x, bs, x]; `k` points at the head."""
+    T: tl.constexpr = X if TOKENS >= 4 * X else TOKENS // 4  # tokens that a lane holds in a row, in the second product
+    HI: tl.constexpr = T // 4
     T16: tl.constexpr = 4 * ORD
     GL: tl.constexpr = 1 + 2 * ORD
     TB: tl.constexpr = 3 - 2 * ORD
     GH: tl.constexpr = 4 - 4 * ORD
-    HI: tl.constexpr = X // 4
     t16 = on_axis(tl.arange(0, 16), T16, 6)
     tb = on_axis(tl.arange(0, TOKENS // 16), TB, 6)
-    w = on_axis(tl.arange(0, WAVES), 2, 6)
     chunk = on_axis(tl.arange(0, 4), GL, 6) + on_axis(tl.arange(0, WIDTH // X // 4), GH, 6) * 4 + D_START // X
     if D_START + WIDTH > D_END:
         chunk = chunk * (chunk < D_END // X)
-    run = t16 // 4 * X + w * TOKENS  # start of the X tokens that share a page
-    if TOKENS > 4 * X:
-        run += tb // HI * (4 * X)
-    page, slot = run_slots(n0, run, lo, hi, X, BLOCK_SIZE, WAVES * TOKENS, MASKED)
+    run = t16 // 4 * T + on_axis(first_tokens(WAVES, PARTS, TOKENS), 2, 6)  # start of T tokens that share a page
+    if TOKENS > 4 * T:
+        run += tb // HI * (4 * T)
+    page, slot = run_slots(n0, run, lo, hi, T, BLOCK_SIZE, PARTS * TOKENS, MASKED)
     block = page_offset(table, page, stride_block, VEC)
     offset = block + (slot + t16 % 4 + tb % HI * 4) * X
     ptr = k + offset + chunk * (BLOCK_SIZE * X) + on_axis(tl.arange(0, X), 5, 6)
@@ -118,10 +129,12 @@ def load_k_preshuffled(
 def load_v_preshuffled(
     v, table, n0, lo, hi, stride_block, DV: tl.constexpr,
     D_START: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    ORD: tl.constexpr,
     RUN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """[WAVES, TOKENS, WIDTH] of columns D_START .. of a cache [blocks, heads, bs/x, DV, x]; MASKED: tokens outside [lo, hi) are 0."""
+    T: tl.constexpr = X if TOKENS >= 4 * X else TOKENS // 4
     DL: tl.constexpr = 4 * ORD
     GQ: tl.constexpr = 1 + 2 * ORD
     DH: tl.constexpr = 3 - 2 * ORD
@@ -129,18 +142,22 @@ def load_v_preshuffled(
     col = on_axis(tl.arange(0, 16), DL, 6) + on_axis(tl.arange(0, WIDTH // 16), DH, 6) * 16 + D_START
     if D_START + WIDTH > DV:
         col = col * (col < DV)
-    x = on_axis(tl.arange(0, X), 5, 6)
-    run = on_axis(tl.arange(0, 4), GQ, 6) * X + on_axis(tl.arange(0, TOKENS // (4 * X)), TG, 6) * (4 * X) + on_axis(tl.arange(0, WAVES), 2, 6) * TOKENS
-    page, slot = run_slots(n0, run, lo, hi, X, BLOCK_SIZE, WAVES * TOKENS, MASKED)
+    x = on_axis(tl.arange(0, T), 5, 6)
+    run = on_axis(tl.arange(0, 4), GQ, 6) * T + on_axis(tl.arange(0, TOKENS // (4 * T)), TG, 6) * (4 * T) + on_axis(first_tokens(WAVES, PARTS, TOKENS), 2, 6)
+    page, slot = run_slots(n0, run, lo, hi, T, BLOCK_SIZE, PARTS * TOKENS, MASKED)
     block = page_offset(table, page, stride_block, VEC)
-    tile = tl.load(v + (block + slot * DV) + col * X + x)
+    if T == X:
+        offset = block + slot * DV
+    else:
+        offset = block + slot // X * (X * DV) + slot % X // T * T
+    tile = tl.load(v + offset + col * X + x)
     if MASKED:
         n = n0 + run + x
         tile = keep(tile, n, lo, hi)
     if ORD == 0:
-        tile = tile.reshape(16, 4, WAVES, WIDTH // 16, TOKENS // (4 * X), X // RUN, RUN).permute(2, 4, 5, 1, 6, 3, 0)
+        tile = tile.reshape(16, 4, WAVES, WIDTH // 16, TOKENS // (4 * T), T // RUN, RUN).permute(2, 4, 5, 1, 6, 3, 0)
     else:
-        tile = tile.reshape(TOKENS // (4 * X), WIDTH // 16, WAVES, 4, 16, X // RUN, RUN).permute(2, 0, 5, 3, 6, 1, 4)
+        tile = tile.reshape(TOKENS // (4 * T), WIDTH // 16, WAVES, 4, 16, T // RUN, RUN).permute(2, 0, 5, 3, 6, 1, 4)
     return tile.reshape(WAVES, TOKENS, WIDTH)
 
 
@@ -148,7 +165,8 @@ def load_v_preshuffled(
 def load_k_plain(
     k, table, n0, lo, hi, stride_block, stride_token,
     D_START: tl.constexpr, D_END: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    ORD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """[WAVES, TOKENS, WIDTH] of columns D_START .. of rows k[block, token] with a unit last stride."""
@@ -157,9 +175,9 @@ def load_k_plain(
     TB: tl.constexpr = 3 - 2 * ORD
     GH: tl.constexpr = 4 - 4 * ORD
     t16 = on_axis(tl.arange(0, 16), T16, 6)
-    group = on_axis(tl.arange(0, TOKENS // 16), TB, 6) * 16 + on_axis(tl.arange(0, WAVES), 2, 6) * TOKENS
+    group = on_axis(tl.arange(0, TOKENS // 16), TB, 6) * 16 + on_axis(first_tokens(WAVES, PARTS, TOKENS), 2, 6)
     within = t16 % 4 * 4 + t16 // 4
-    page, slot = group_slots(n0, group, within, lo, hi, BLOCK_SIZE, WAVES * TOKENS, MASKED)
+    page, slot = group_slots(n0, group, within, lo, hi, BLOCK_SIZE, PARTS * TOKENS, MASKED)
     block = page_offset(table, page, stride_block, VEC)
     col = on_axis(tl.arange(0, 4), GL, 6) * X + on_axis(tl.arange(0, WIDTH // X // 4), GH, 6) * (4 * X) + D_START
     if D_START + WIDTH > D_END:
@@ -173,7 +191,11 @@ def load_q(
     q, row0, row_end, q_start, stride_token, stride_head, NUM_HEADS: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     X: tl.constexpr, VEC: tl.constexpr, WAVES: tl.constexpr, ROWS: tl.constexpr, ORD: tl.constexpr,
 ):  # fmt: skip
-    """[WAVES, ROWS, WIDTH], the same for each wave, of the rows (query token, head) from row0 on; rows from row_end on repeat the first."""
+    """[WAVES, ROWS, WIDTH], the same for each wave, of the rows (query token, head) from row0 on; rows from row_end on repeat the first.
+
+    X is that of the keys to be multiplied with, see `halves`.
+    """
+    Y: tl.constexpr = 16 // (q.dtype.element_ty.primitive_bitwidth // 8)
     T16: tl.constexpr = 4 * ORD
     GL: tl.constexpr = 1 + 2 * ORD
     TB: tl.constexpr = 3 - 2 * ORD
@@ -181,18 +203,28 @@ def load_q(
     row = row0 + on_axis(tl.arange(0, 16), T16, 6) + on_axis(tl.arange(0, ROWS // 16), TB, 6) * 16 + on_axis(tl.arange(0, WAVES), 2, 6) * 0
     row = tl.where(row < row_end, row, row0)
     offset = ((q_start + row // NUM_HEADS).to(tl.int64) * stride_token + row % NUM_HEADS * stride_head) * VEC
-    col = on_axis(tl.arange(0, 4), GL, 6) * X + on_axis(tl.arange(0, WIDTH // X // 4), GH, 6) * (4 * X)
+    gh = tl.arange(0, WIDTH // Y // 4)
+    col = on_axis(tl.arange(0, 4), GL, 6) * X + on_axis(gh // (X // Y) * (4 * X) + gh % (X // Y) * Y, GH, 6)
     if WIDTH > D:
         col = col * (col < D)
-    tile = tl.load(q + offset + col + on_axis(tl.arange(0, X), 5, 6))
+    tile = tl.load(q + offset + col + on_axis(tl.arange(0, Y), 5, 6))
     return tile.permute(2, TB, T16, GH, GL, 5).reshape(WAVES, ROWS, WIDTH)
+
+
+@triton.jit
+def halves(tile):
+    """A tile of fp8 keys [waves, tokens, columns] with the columns in the order of `load_q`: a lane holds 16 of them, which make two operands
+    of 16-bit elements."""
+    tile = tile.reshape(tile.shape[0], tile.shape[1], tile.shape[2] // 64, 4, 2, 8).permute(0, 1, 2, 4, 3, 5)
+    return tile.reshape(tile.shape[0], tile.shape[1], tile.shape[2] * tile.shape[3] * tile.shape[4] * tile.shape[5])
 
 
 @triton.jit
 def load_v_plain(
     v, table, n0, lo, hi, stride_block, stride_token, DV: tl.constexpr,
     D_START: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr, ORD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, VEC: tl.constexpr, X: tl.constexpr, WAVES: tl.constexpr, PARTS: tl.constexpr, TOKENS: tl.constexpr,
+    ORD: tl.constexpr,
     RUN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """[WAVES, TOKENS, WIDTH] of columns D_START .. in the order of `column_of`.
@@ -205,9 +237,9 @@ def load_v_plain(
     J: tl.constexpr = 4 - 4 * ORD
     VX: tl.constexpr = X if WIDTH >= 16 * X else WIDTH // 16
     r = on_axis(tl.arange(0, TOKENS // 4), R, 6)
-    group = r // 4 * 16 + on_axis(tl.arange(0, WAVES), 2, 6) * TOKENS
+    group = r // 4 * 16 + on_axis(first_tokens(WAVES, PARTS, TOKENS), 2, 6)
     within = r % 4 * 4 + on_axis(tl.arange(0, 4), GQ, 6)
-    page, slot = group_slots(n0, group, within, lo, hi, BLOCK_SIZE, WAVES * TOKENS, MASKED)
+    page, slot = group_slots(n0, group, within, lo, hi, BLOCK_SIZE, PARTS * TOKENS, MASKED)
     block = page_offset(table, page, stride_block, VEC)
     col = on_axis(tl.arange(0, 16), C16, 6) * VX + on_axis(tl.arange(0, WIDTH // (16 * VX)), J, 6) * (16 * VX) + D_START
     if D_START + WIDTH > DV:

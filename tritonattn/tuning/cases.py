@@ -54,6 +54,7 @@ class Case:
         s = self.shape
         heads = f"{s.num_heads}/{s.num_kv_heads}" if not s.is_mla or self.layout == "dense" else f"{s.num_heads}"
         size = f"{s.head_size}" if s.v_head_size in (0, s.head_size) else f"{s.head_size}/{s.v_head_size}"
+        size = f"{s.latent}+{s.rope}" if self.layout == "latent" else size
         parts = [f"{heads}x{size}", self.dtype if not self.kv_dtype else f"{self.dtype}, cache {self.kv_dtype}"]
         parts += [self.layout + (f" {self.block_size}" if self.layout != "dense" else "")]
         parts += [f"batch {self.batch}, {self.query_len} on {self.kv_len}"]
@@ -76,17 +77,22 @@ def cases(kernel: str) -> Iterator[Case]:
             for layout in ("nhd", "preshuffled"):
                 for kv_dtype in ("", "fp8"):
                     yield Case(kernel, MODELS[name], kv_dtype=kv_dtype, layout=layout, local=MODELS[name].window > 0)
-        for name in ("llama-3-8b", "qwen3-235b"):
-            for layout in ("nhd", "preshuffled"):
-                yield Case(kernel, MODELS[name], layout=layout, query_len=4)
-                yield Case(kernel, MODELS[name], layout=layout, batch=256, kv_len=1024)
+        for layout in ("nhd", "preshuffled"):
+            for name, query_len in (("qwen3-235b", 2), ("qwen3-235b", 4), ("qwen3-next", 4), ("qwen3-next", 8)):
+                for kv_dtype in ("", "fp8"):
+                    yield Case(kernel, MODELS[name], kv_dtype=kv_dtype, layout=layout, query_len=query_len)
+            yield Case(kernel, MODELS["llama-3-8b"], layout=layout, batch=256, kv_len=1024)
         yield Case(kernel, MODELS["llama-3-8b"], layout="hnd", block_size=64, batch=1, kv_len=131072)
         yield Case(kernel, MODELS["llama-3-8b"], dtype="fp32", layout="nhd")
     elif kernel == "mla_decode":
         for heads_here in (16, 32, 64, 128):
             shape = replace(MODELS["deepseek-r1"], num_heads=heads_here, num_kv_heads=heads_here)
             yield Case(kernel, shape, layout="latent", block_size=64)
-        yield Case(kernel, replace(MODELS["deepseek-r1"], num_heads=16, num_kv_heads=16), layout="latent", kv_dtype="fp8", block_size=64)
+            if heads_here in (16, 128):
+                yield Case(kernel, shape, layout="latent", kv_dtype="fp8", block_size=64)
+        for kv_dtype in ("", "fp8"):
+            yield Case(kernel, MODELS["minicpm3"], layout="latent", kv_dtype=kv_dtype, block_size=64)
+        yield Case(kernel, replace(MODELS["deepseek-r1"], num_heads=16, num_kv_heads=16, rope=32), layout="latent", block_size=64)
     elif kernel in ("cache_write", "gather"):
         for layout in ("nhd", "preshuffled"):
             for kv_dtype in ("", "fp8"):
@@ -116,12 +122,13 @@ def meeting(case: Case, when: Mapping[str, Any], arch: Arch) -> Case:
     shape = replace(shape, head_size=head_size, v_head_size=v_head_size, num_heads=num_heads, num_kv_heads=max(1, num_heads // group))
     layouts = {"plain": "nhd", "dense": "dense", "preshuffled": "preshuffled", "latent": "latent"}
     names = {"nhd": "plain", "hnd": "plain"}
+    dtype = pick("dtype", case.dtype)
     units = shape.num_kv_heads * case.batch / arch.compute_units
     return replace(
         case,
         shape=shape,
-        dtype=pick("dtype", case.dtype),
-        kv_dtype=pick("kv_dtype", case.kv_dtype or case.dtype),
+        dtype=dtype,
+        kv_dtype=pick("kv_dtype", case.kv_dtype or dtype),
         layout=layouts[pick("kv_layout", names.get(case.layout, case.layout))] if "kv_layout" in when else case.layout,
         block_size=int(pick("block_size", case.block_size)),
         batch=max(1, -int(-pick("units_per_cu", units) * arch.compute_units // shape.num_kv_heads)),

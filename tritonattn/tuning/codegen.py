@@ -338,19 +338,21 @@ def _lds_width(op: str) -> int:
 
 # --- judging ------------------------------------------------------------------------------------------------------------------
 
-ACCUMULATOR_MOVE_SHARE = 0.05
+# What a hot loop may hold; a table row that cannot do better says so and sets its own ("accepts").
+LIMITS = {"accumulator_move_share": 0.05, "narrow_loads": 0, "narrow_lds_reads": 0}
 BYTE_ARITHMETIC_SHARE = 0.25
 SCRATCH_SHARE_NVIDIA = 0.05  # ptxas keeps some loop-invariant values on the stack: the fastest prefill measured on an H200 does
 
 
-def judge(report: Report, arch: Arch, needs_matrix: bool = True) -> list[str]:
+def judge(report: Report, arch: Arch, needs_matrix: bool = True, limits: Mapping[str, float] | None = None) -> list[str]:
     """Why this code must not ship; empty when it may. Hard rules, none of which needs a GPU or a calibrated model.
 
     A scalar register that is spilled to a lane of a vector register before the loop and read after it costs an instruction each and
     no memory: it is refused only where the hot loop pays for it.
-    needs_matrix: False for kernels that only move or merge.
+    needs_matrix: False for kernels that only move or merge. limits: in place of some of LIMITS.
     """
     reasons = []
+    limits = {**LIMITS, **(limits or {})}
     if (report.spills or report.scratch) and arch.backend != "cuda":
         reasons.append(f"{report.spills} registers spilled, {report.scratch} bytes of scratch a lane")
     if report.lds > arch.lds_bytes:
@@ -367,8 +369,10 @@ def judge(report: Report, arch: Arch, needs_matrix: bool = True) -> list[str]:
             reasons.append(f"{at}: {loop.lane_accesses} accesses to spilled scalar registers")
         for name, widths in (("loads", loop.global_loads), ("LDS reads", loop.lds_reads)):
             narrow = {width: n for width, n in widths.items() if width < 4}
+            if sum(narrow.values()) <= limits["narrow_" + name.lower().replace(" ", "_")]:
+                continue
             reasons += [f"{at}: {n} {name} of {width} byte{'s' if width > 1 else ''}" for width, n in narrow.items()]
-        if loop.accumulator_moves > ACCUMULATOR_MOVE_SHARE * loop.instructions:
+        if loop.accumulator_moves > limits["accumulator_move_share"] * loop.instructions:
             reasons.append(f"{at}: {loop.accumulator_moves} of {loop.instructions} instructions only move accumulators")
         if report.fp8_input and needs_matrix and loop.matrix and arch.backend == "hip" and software_fp8(loop):
             reasons.append(f"{at}: fp8 converted in software")

@@ -27,6 +27,7 @@ MODELS = {
     "llama-3-70b": Model(64, 8, 128),
     "qwen3-30b": Model(32, 4, 128),
     "qwen3-235b": Model(64, 4, 128),
+    "qwen3-next": Model(16, 2, 256),
     "gpt-oss-120b": Model(64, 8, 64, window=128, sinks=True),
     "gemma-2-9b": Model(16, 8, 256, window=4096, softcap=50.0),
     "gemma-3-27b": Model(32, 16, 128, window=1024),
@@ -34,6 +35,7 @@ MODELS = {
     "phi-2": Model(32, 32, 80),
     "deepseek-r1": Model(128, 128, 192, 128, latent=512, rope=64),
     "kimi-k2": Model(64, 64, 192, 128, latent=512, rope=64),
+    "minicpm3": Model(40, 40, 96, 64, latent=256, rope=32),
 }
 
 

@@ -192,6 +192,8 @@ def write(sweep: Sweep, kernel: str, winners: list[Winner]) -> Path:
     kept = []
     for row in table.rows(kernel, sweep.arch):
         old = {"when": dict(row.when), "config": dict(row.config), "provenance": dict(row.provenance)}
+        if row.accepts:
+            old["accepts"] = dict(row.accepts)
         origin = row.where.split("/")[0]
         if origin != sweep.arch.name:
             note = f"taken over from {origin}, untuned here: {old['provenance']['note']}"

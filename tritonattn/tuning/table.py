@@ -37,6 +37,7 @@ class Row:
     config: Mapping[str, Any]
     provenance: Mapping[str, Any]
     where: str  # "gfx942/decode.json row 3", rows counted from 0
+    accepts: Mapping[str, Any] | None = None  # which rules of `check` it may break, how far, and why
 
     @cached_property
     def constexprs(self) -> Mapping[str, Any]:
@@ -156,7 +157,7 @@ def load(path: Path) -> tuple[Row, ...]:
         raise TableError(f"{path}: " + "; ".join(faults))
     name = f"{path.parent.name}/{path.name}"
     return tuple(
-        Row(row["when"], MappingProxyType(row["config"]), MappingProxyType(row["provenance"]), f"{name} row {i}")
+        Row(row["when"], MappingProxyType(row["config"]), MappingProxyType(row["provenance"]), f"{name} row {i}", row.get("accepts"))
         for i, row in enumerate(table["rows"])
     )
 
