@@ -42,6 +42,36 @@ def fill(tensor: Tensor, poison: str) -> None:
         tensor.fill_({"nan": math.nan, "inf": math.inf, "huge": 6e4, "zero": 0.0}[poison])
 
 
+def poisoned(clean: Tensor, needed: Tensor, poison: str) -> Tensor:
+    """A copy with the same strides, poison wherever it is not needed."""
+    cache = torch.empty_strided(clean.shape, clean.stride(), dtype=clean.dtype).copy_(clean)  # a clone closes gaps between blocks
+    other = torch.empty_like(clean)
+    fill(other, poison)
+    bits = torch.uint8 if cache.itemsize == 1 else cache.dtype
+    cache.view(bits)[~needed] = other.view(bits)[~needed]
+    return cache
+
+
+# -- pages ----------------------------------------------------------------------------------------------------
+
+
+def page(stored: Sequence[int], block_size: int, seed: int = 0) -> tuple[Tensor, list[Tensor], int]:
+    """Blocks of shuffled ids for that many tokens of each sequence: (block table, slots of each one's tokens, number of blocks).
+
+    Block 0 and another two are not used, and the table ends in two entries that must not be followed.
+    """
+    counts = [-(-n // block_size) for n in stored]
+    ids = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed)) + 1
+    table = torch.full((len(stored), max(counts, default=0) + 2), WILD_BLOCK, dtype=torch.int32)
+    slots, used = [], 0
+    for b, count in enumerate(counts):
+        table[b, :count] = ids[used : used + count]
+        used += count
+        position = torch.arange(stored[b])
+        slots.append(table[b].long()[position // block_size] * block_size + position % block_size)
+    return table, slots, len(ids) + 1
+
+
 def fp8_dtypes(device: torch.device) -> list[torch.dtype]:
     """The 8-bit floats of the device that our caches take."""
     return [dtype for dtype in FP8_DTYPES if str(dtype).removeprefix("torch.") in detect(device).fp8_types]
@@ -221,28 +251,21 @@ class Batch:
         k_descale=None, v_descale=None, window_left: int = -1, seed: int = 0,
     ) -> Cache:  # fmt: skip
         """The first ``stored[b]`` tokens of each sequence in blocks of shuffled ids, block 0 among the unused ones."""
-        blocks = [-(-n // block_size) for n in stored]
-        ids = torch.randperm(sum(blocks) + 2, generator=torch.Generator().manual_seed(seed)) + 1
-        table = torch.full((len(stored), max(blocks, default=0) + 2), WILD_BLOCK, dtype=torch.int32)
+        table, slots, num_blocks = page(stored, block_size, seed)
         k_cache, v_cache = layouts.allocate(
-            layout, len(ids) + 1, block_size, self.heads[1], self.head_size, v_head_size=self.v_head_size, dtype=dtype or self.dtype
+            layout, num_blocks, block_size, self.heads[1], self.head_size, v_head_size=self.v_head_size, dtype=dtype or self.dtype
         )
         fill(k_cache, "zero")
         fill(v_cache, "zero")
         needed_k, needed_v = (torch.zeros_like(cache, dtype=torch.float32) for cache in (k_cache, v_cache))
-        used = 0
-        for b, count in enumerate(blocks):
-            table[b, :count] = ids[used : used + count]
-            used += count
-            position = torch.arange(stored[b])
-            slots = table[b].long()[position // block_size] * block_size + position % block_size
+        for b, count in enumerate(stored):
             scale = {"k_descale": k_descale, "v_descale": v_descale, "kv_layout": layout}
-            reference.reshape_and_cache(self.keys[b][: stored[b]], self.values[b][: stored[b]], k_cache, v_cache, slots, **scale)
+            reference.reshape_and_cache(self.keys[b][:count], self.values[b][:count], k_cache, v_cache, slots[b], **scale)
             first = max(0, self.context_lens[b] - window_left) if window_left >= 0 else 0
-            one = torch.ones(max(stored[b] - first, 0), self.heads[1], 1)
+            one = torch.ones(max(count - first, 0), self.heads[1], 1)
             marks = {"kv_layout": layout}
             reference.reshape_and_cache(
-                one.expand(-1, -1, self.head_size), one.expand(-1, -1, self.v_head_size), needed_k, needed_v, slots[first:], **marks
+                one.expand(-1, -1, self.head_size), one.expand(-1, -1, self.v_head_size), needed_k, needed_v, slots[b][first:], **marks
             )
         hidden = table.clone()
         if window_left >= 0:
@@ -265,15 +288,8 @@ class Cache:
 
     def poisoned(self, poison: str) -> tuple[Tensor, Tensor, Tensor]:
         """k_cache, v_cache, block_table as the op gets them."""
-        pair = []
-        for clean, needed in ((self.k, self.needed_k), (self.v, self.needed_v)):
-            cache = clean.clone()
-            other = torch.empty_like(cache)
-            fill(other, poison)
-            bytes_of = torch.uint8 if cache.itemsize == 1 else cache.dtype
-            cache.view(bytes_of)[~needed] = other.view(bytes_of)[~needed]
-            pair.append(cache)
-        return pair[0], pair[1], self.table if poison == "zero" else self.hidden_table
+        k, v = poisoned(self.k, self.needed_k, poison), poisoned(self.v, self.needed_v, poison)
+        return k, v, self.table if poison == "zero" else self.hidden_table
 
 
 # -- calls ----------------------------------------------------------------------------------------------------

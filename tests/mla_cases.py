@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tritonattn
-from tests.cases import MARK, PAD_COLUMNS, PAD_ROWS, WILD_BLOCK, Oracle, cumulative, fill, to
+from tests.cases import MARK, PAD_COLUMNS, PAD_ROWS, Oracle, cumulative, page, poisoned, to
 from tritonattn import reference
 from tritonattn.problem import FP8_DTYPES
 
@@ -25,12 +25,7 @@ class LatentCache:
     table: Tensor
 
     def poisoned(self, poison: str) -> Tensor:
-        other = torch.empty_like(self.clean)
-        fill(other, poison)
-        cache = self.clean.clone()  # keeps the strides
-        bits = torch.uint8 if cache.itemsize == 1 else cache.dtype
-        cache.view(bits)[~self.needed] = other.view(bits)[~self.needed]
-        return cache
+        return poisoned(self.clean, self.needed, poison)
 
 
 def latent_cache(
@@ -39,22 +34,13 @@ def latent_cache(
 ) -> LatentCache:  # fmt: skip
     """rows: those of each sequence, [n, latent + rope]. gap: elements between two blocks."""
     width = rows[0].shape[1]
-    counts = [-(-len(row) // block_size) for row in rows]
-    ids = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(seed)) + 1
-    table = torch.full((len(rows), max(counts, default=0) + 2), WILD_BLOCK, dtype=torch.int32)
-    storage = torch.zeros(len(ids) + 1, block_size * width + gap, dtype=dtype or rows[0].dtype)
+    table, slots, num_blocks = page([len(row) for row in rows], block_size, seed)
+    storage = torch.zeros(num_blocks, block_size * width + gap, dtype=dtype or rows[0].dtype)
     cache = storage[:, : block_size * width].unflatten(1, (block_size, width))
     needed = torch.zeros(cache.shape, dtype=torch.bool)
-    used = 0
-    for b, (row, count) in enumerate(zip(rows, counts, strict=True)):
-        table[b, :count] = ids[used : used + count]
-        used += count
-        position = torch.arange(len(row))
-        blocks, at = table[b].long()[position // block_size], position % block_size
-        reference.mla_cache_write(
-            row[:, :latent], row[:, latent:], cache, blocks * block_size + at, kv_descale=kv_descale, rope_descale=rope_descale
-        )
-        needed[blocks, at] = True
+    for row, own in zip(rows, slots, strict=True):
+        reference.mla_cache_write(row[:, :latent], row[:, latent:], cache, own, kv_descale=kv_descale, rope_descale=rope_descale)
+        needed[own // block_size, own % block_size] = True
     return LatentCache(cache, needed, table)
 
 
