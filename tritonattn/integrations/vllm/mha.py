@@ -69,7 +69,8 @@ class MetadataBuilder(stock.TritonAttentionMetadataBuilder):
         planner = self._planner(kind, impl)  # the other's buffers hold the plan of the current step
         for query, seq in planned(self._limits, detect(q.device), planner):
             batch = Batch(warm.batch(query, seq, self.block_size, q.device), self._threshold, {kind: planner}, self._planner)
-            q_rows, k_rows, v_rows, out_rows = (warm.tokens(tensor, sum(query)) for tensor in (q, k, v, out))
+            q_rows, out_rows = warm.tokens(q, sum(query)), warm.tokens(out, sum(query))
+            k_rows, v_rows = (None if tensor is None else warm.tokens(tensor, sum(query)) for tensor in (k, v))
             planner.launch(batch.plan(kind, impl), batch, params, q_rows, k_rows, v_rows, cache, out_rows, warm.Blank(q.device))
 
 

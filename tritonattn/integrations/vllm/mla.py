@@ -202,7 +202,7 @@ class Impl(stock.TritonMLAImpl):
         """Prompts of any length, without and with context; for `warm.once`. The projection runs, on a few copies of one row."""
         count, device = 16, q.device  # tokens; the length that is claimed for them is what chooses
         known = warm.batch([count], [count], kv_cache.shape[1], device)
-        rows = [warm.tokens(tensor, count) for tensor in (q, kv_c_normed, k_pe)]
+        queries, latent, rope = (warm.tokens(tensor, count) for tensor in (q, kv_c_normed, k_pe))
         context = None
         if self.dcp_world_size == 1:
             ends, zeros = known.query_start_loc, torch.zeros(1, dtype=torch.int32, device=device)
@@ -215,7 +215,7 @@ class Impl(stock.TritonMLAImpl):
                     q_data_type=q.dtype, chunked_context=chunked_context, query_start_loc=known.query_start_loc, max_query_len=longest,
                     block_table=known.block_table_tensor,
                 )  # fmt: skip
-                self.forward_mha(*rows, kv_cache, SimpleNamespace(prefill=prefill), k_scale, warm.tokens(output, count))
+                self.forward_mha(queries, latent, rope, kv_cache, SimpleNamespace(prefill=prefill), k_scale, warm.tokens(output, count))
 
     def _up_project(self, latent: Tensor, rope: Tensor) -> tuple[Tensor, Tensor]:
         """[n, latent], [n, 1, rope] -> [n, H, nope + rope], [n, H, v]."""

@@ -47,9 +47,9 @@ class Blank:
         return torch.empty(1, dtype=dtype, device=self.device).expand(numel)
 
 
-def tokens(tensor: Tensor | None, count: int) -> Tensor | None:
+def tokens(tensor: Tensor, count: int) -> Tensor:
     """The first of a layer's rows, `count` times."""
-    return None if tensor is None else tensor[:1].expand(count, *tensor.shape[1:])
+    return tensor[:1].expand(count, *tensor.shape[1:])
 
 
 def batch(query: list[int], seq: list[int], block_size: int, device: torch.device) -> SimpleNamespace:
