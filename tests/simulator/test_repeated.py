@@ -2,6 +2,8 @@
 
 import os
 import sys
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,15 +14,18 @@ from tritonattn import layouts, mha
 from tritonattn.paths import combine, launch, replay
 from tritonattn.simulator import simulated
 from tritonattn.simulator.device import launches_go_to
-from tritonattn.tuning.arch import assume, by_name
+from tritonattn.tuning.arch import assume, detect
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter repeats nothing")
+ON_GPU = torch.cuda.is_available() and "TRITONATTN_SIM" not in os.environ
 ARCH = os.environ.get("TRITONATTN_SIM", "gfx942")
+DEVICE = "cuda" if ON_GPU else "cpu"
 
 
 @pytest.fixture(autouse=True)
 def somewhere():
-    with simulated(ARCH):
+    """The GPU where there is one, else a simulated one, whose tensors are the CPU's."""
+    with torch.device(DEVICE), nullcontext() if ON_GPU else simulated(ARCH):
         yield
 
 
@@ -30,7 +35,7 @@ def normal(*shape, dtype=torch.bfloat16):
 
 def paged(batch, seq_len, layout):
     pages = -(-seq_len // 16)
-    k_cache, v_cache = layouts.allocate(layout, batch * pages + 1, 16, 2, 64, dtype=torch.bfloat16)
+    k_cache, v_cache = layouts.allocate(layout, batch * pages + 1, 16, 2, 64, dtype=torch.bfloat16, device=DEVICE)
     table = torch.randperm(batch * pages).int().view(batch, pages)
     return {"k_cache": k_cache.normal_(), "v_cache": v_cache.normal_(), "block_table": table}
 
@@ -62,7 +67,7 @@ def merge(tokens=5, **options):
 
 
 def write(layout="preshuffled", dtype=torch.bfloat16):
-    k_cache, v_cache = (x.zero_() for x in layouts.allocate(layout, 3, 16, 2, 64, dtype=dtype))
+    k_cache, v_cache = (x.zero_() for x in layouts.allocate(layout, 3, 16, 2, 64, dtype=dtype, device=DEVICE))
     slots = torch.randperm(48)[:5].int()
     return "reshape_and_cache", {
         "key": normal(5, 2, 64), "value": normal(5, 2, 64), "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots, "kv_layout": layout,
@@ -86,7 +91,7 @@ CALLS = {
     "mla of halves": halves,
     "merge": lambda: merge(return_lse=True),
     "write": write,
-    "write fp8": lambda: write("nhd", torch.float8_e4m3fnuz if ARCH == "gfx942" else torch.float8_e4m3fn),
+    "write fp8": lambda: write("nhd", torch.float8_e4m3fnuz if ARCH == "gfx942" and not ON_GPU else torch.float8_e4m3fn),
 }
 
 
@@ -159,7 +164,7 @@ def outcome(call, args):
 
 def decodes_of_a_router():
     cached = paged(3, 48, "nhd")
-    router = tritonattn.Router(4, 2, 64, dtype=torch.bfloat16, device="cpu", kv_layout="nhd", block_size=16)
+    router = tritonattn.Router(4, 2, 64, dtype=torch.bfloat16, device=DEVICE, kv_layout="nhd", block_size=16)
     plan = router.plan((1, 1, 1), (40, 9, 2), cached.pop("block_table"))
     new = {"q": normal(3, 4, 64), "k": normal(3, 2, 64), "v": normal(3, 2, 64), "out": normal(3, 4, 64)}
     return lambda **args: router.run(plan, **args), {**new, **cached, "sinks": torch.zeros(4), "k_descale": torch.ones(2)}
@@ -178,7 +183,7 @@ def test_what_was_taken_once_and_is_spoiled_is_refused_as_ever(make, monkeypatch
     for name, value in args.items():
         for change in spoiled(value):
             monkeypatch.setattr(replay, "NEVER", True)
-            with launches_go_to(lambda *launch: None):
+            with nullcontext() if ON_GPU else launches_go_to(lambda *launch: None):
                 want = outcome(call, args | {name: change})
                 monkeypatch.setattr(replay, "NEVER", False)
                 assert outcome(call, args) is sound
@@ -255,7 +260,7 @@ def test_another_arch_is_another_call(monkeypatch):
     name, args = decode()
     run(name, args)
     recordings = counted(monkeypatch)
-    with assume(by_name("MI308X")):
+    with assume(replace(detect(torch.device(DEVICE)))):
         run(name, args)
     assert len(recordings) == 1
 
@@ -338,7 +343,7 @@ def step(router, query_lens, seq_lens, table):
 def test_layers_of_a_router(query_lens, first, second, monkeypatch):
     cached = paged(3, 48, "nhd")
     table = cached.pop("block_table")
-    router = tritonattn.Router(4, 2, 64, dtype=torch.bfloat16, device="cpu", kv_layout="nhd", block_size=16, sinks=torch.randn(4))
+    router = tritonattn.Router(4, 2, 64, dtype=torch.bfloat16, device=DEVICE, kv_layout="nhd", block_size=16, sinks=torch.randn(4))
     plan, new = step(router, query_lens, first, table)
     router.run(plan, *new, **cached, return_lse=True)
     if max(query_lens) == 1:
@@ -354,7 +359,7 @@ def test_layers_of_a_router(query_lens, first, second, monkeypatch):
 
 def test_layers_of_an_mla_router(monkeypatch):
     sizes = {"kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32}
-    router = tritonattn.MlaRouter(3, softmax_scale=0.1, dtype=torch.bfloat16, device="cpu", block_size=16, **sizes)
+    router = tritonattn.MlaRouter(3, softmax_scale=0.1, dtype=torch.bfloat16, device=DEVICE, block_size=16, **sizes)
     down, up = normal(48, 80) / 7, normal(64, 32) / 8
     cache, table = normal(7, 16, 80), torch.randperm(6).int().view(2, 3)
 
