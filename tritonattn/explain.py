@@ -168,23 +168,24 @@ def _row(row: Row, problem: AttnProblem) -> dict[str, Any]:
 
 
 def show(facts: dict[str, Any]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console.print(f"[bold]{facts['arch']}[/] (as {facts['gpu']}, {facts['compute_units']} compute units)", highlight=False)
+    from tritonattn.console import console
+
+    out = console()
+    out.print(f"[bold]{facts['arch']}[/] (as {facts['gpu']}, {facts['compute_units']} compute units)", highlight=False)
     table = Table("requests", "new", "context", "path", "because", "splits", box=None, padding=(0, 2, 0, 0), title_justify="left")
     for first, last, request in _runs(facts["requests"]):
         table.add_row(str(first) if first == last else f"{first}-{last}", str(request["new_tokens"]), str(request["context"]),
                       f"[bold]{request['path']}", request["because"], str(request["splits"] or ""))
-    console.print(table)
+    out.print(table)
     for path, launch in facts["paths"].items():
-        console.print(f"\n[bold]{path}")
+        out.print(f"\n[bold]{path}")
         lines = Table(show_header=False, box=None, padding=(0, 2, 0, 2))
         for name, value in launch.items():
             plain = ", ".join(f"{k} {v}" for k, v in value.items()) or "always" if isinstance(value, dict) else str(value)
             lines.add_row(name, plain)
-        console.print(lines)
+        out.print(lines)
 
 
 def _runs(requests: list[dict[str, Any]]) -> list[tuple[int, int, dict[str, Any]]]:

@@ -9,9 +9,9 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
+from tritonattn.console import console
 from tritonattn.integrations.vllm.selfcheck import describe
 from tritonattn.tuning.arch import detect
 from tritonattn.tuning.table import folders, load
@@ -35,10 +35,10 @@ def run(args: argparse.Namespace) -> int:
             table.add_row(f"[bold]{name}", "\n".join(value) if isinstance(value, list) else str(value))
     for arch, kernels in facts["tables"].items():
         table.add_row(f"[bold]tables {arch}", ", ".join(f"{kernel} ({rows})" for kernel, rows in kernels.items()))
-    console = Console()
-    console.print(table)
+    out = console()
+    out.print(table)
     for note in facts["notes"]:
-        console.print(f"[yellow]note[/] {note}")
+        out.print(f"[yellow]note[/] {note}")
     return 0
 
 

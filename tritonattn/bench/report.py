@@ -9,8 +9,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from tritonattn.console import console
 
 OURS = "tritonattn"
 
@@ -122,10 +123,6 @@ def roomy(results: list[dict[str, Any]]) -> list[str]:
                 factor = call["us"] / result["calls"][tight]["us"]
                 found.append(f"graph: {result['name']}, {tight}: room costs {factor:.2f}x{' - TOO MUCH' if factor > 2 else ''}")
     return found
-
-
-def console() -> Console:
-    return Console() if Console().is_terminal else Console(width=160)
 
 
 def show_machine(document: dict[str, Any]) -> None:

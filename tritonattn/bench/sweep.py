@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from tritonattn.bench import report
 from tritonattn.bench.cases import build
 from tritonattn.bench.rows import Row
 from tritonattn.bench.runner import Config, check_config, pinned, release, table_rows, time_case
 from tritonattn.bench.timing import reason
+from tritonattn.console import console
 from tritonattn.tuning.arch import Arch, assume, detect
 
 HOPELESS = 1.3  # slower than the best by this factor: timed once, roughly
@@ -81,7 +81,7 @@ def _times(result: dict[str, Any]) -> dict[str, float]:
 
 def show(results: list[dict[str, Any]], top: int = 8) -> None:
     """The best of each row with the table's own, and the order over all rows."""
-    console = report.console()
+    out = console()
     table = Table("row", "us", "x best", "±", "error", "candidate", box=None, pad_edge=False)
     for result in results:
         times = _times(result)
@@ -96,8 +96,8 @@ def show(results: list[dict[str, Any]], top: int = 8) -> None:
             if label not in times:
                 table.add_row(title, "-", "", "", "", f"{label}: {found.get('refused', 'wrong results')}"[:100])
                 title = ""
-    console.print(table)
+    out.print(table)
     if len(results) > 1:
-        console.print("over all rows: mean x best, worst, candidate")
+        out.print("over all rows: mean x best, worst, candidate")
         for mean, worst, label in overall(results)[:top]:
-            console.print(f"  {mean:.3f} {worst:.3f} {label}", highlight=False)
+            out.print(f"  {mean:.3f} {worst:.3f} {label}", highlight=False)

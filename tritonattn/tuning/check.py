@@ -173,10 +173,11 @@ _COLUMNS = (*_WHOLE, "instr", "matrix", "vector", "LDS r/w", "loads", "barrier",
 
 
 def _print(results: dict[str, list[Verdict]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
+    from tritonattn.console import console
+
+    out = console()
     for sku, found in results.items():
         grid = Table(title=f"{sku} ({found[0].report.arch}), Triton {_triton_version()}: compiled and counted, nothing timed", title_justify="left")
         for name in _COLUMNS:
@@ -188,12 +189,12 @@ def _print(results: dict[str, list[Verdict]]) -> None:
                 grid.add_row("", f"[red]refused: {reason}[/red]", *[""] * (len(_COLUMNS) - 2))
             for reason in verdict.accepted:
                 grid.add_row("", f"[yellow]accepted: {reason}[/yellow]", *[""] * (len(_COLUMNS) - 2))
-        console.print(grid)
+        out.print(grid)
         bad = sum(bool(verdict.reasons) for verdict in found)
         named = sum(bool(verdict.accepted and not verdict.reasons) for verdict in found)
         kinds = [f"{len(found) - bad - named} of {len(found)} clean"]
         kinds += [f"[yellow]{named} accepted with a reason in the row[/yellow]"] * (named > 0) + [f"[red]{bad} refused[/red]"] * (bad > 0)
-        console.print(", ".join(kinds))
+        out.print(", ".join(kinds))
 
 
 def _rows(verdict: Verdict) -> Iterator[tuple[str, ...]]:

@@ -108,8 +108,9 @@ def _mla() -> None:
 
 def show(found: dict[str, list[Comparison]]) -> None:
     """One table per arch."""
-    from rich.console import Console
     from rich.table import Table
+
+    from tritonattn.console import console
 
     for name, comparisons in found.items():
         grid = Table(title=f"{name}: wave-instructions of the hot loop per unit of work", title_justify="left")
@@ -118,4 +119,4 @@ def show(found: dict[str, list[Comparison]]) -> None:
         for c in comparisons:
             numbers = (f"{c.ours:.3g}", str(c.ours_spills), c.peer, f"{c.theirs:.3g}", str(c.theirs_spills), f"{c.ratio:.1f}")
             grid.add_row(c.name, c.unit, *numbers)
-        Console().print(grid)
+        console().print(grid)
