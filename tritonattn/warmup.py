@@ -185,13 +185,14 @@ def _mha_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
     v_size = s.v_head_size or s.head_size
     dtype, kv_dtype, scale, sizes = _tensors(deployment, arch, device)
     sinks = torch.zeros(heads, device=device) if s.sinks else None
-    for aligned, least in product(ALIGNMENTS, sizes):
-        page = deployment.block_size * kv_heads * min(s.head_size, v_size) * kv_dtype.itemsize
-        pages = max(4, -(-least // page) + 1)
-        size = (deployment.kv_layout, pages, deployment.block_size, kv_heads, s.head_size)
-        k_cache, v_cache = allocate(*size, v_head_size=v_size, dtype=kv_dtype, device=device)
-        layout = {"kv_layout": deployment.kv_layout}
-        scales = {"k_descale": scale, "v_descale": scale}
+    page = deployment.block_size * kv_heads * min(s.head_size, v_size) * kv_dtype.itemsize
+    caches = []
+    for least in sizes:
+        size = (deployment.kv_layout, max(4, -(-least // page) + 1), deployment.block_size, kv_heads, s.head_size)
+        caches.append(allocate(*size, v_head_size=v_size, dtype=kv_dtype, device=device))
+    layout = {"kv_layout": deployment.kv_layout}
+    scales = {"k_descale": scale, "v_descale": scale}
+    for aligned, (k_cache, v_cache) in product(ALIGNMENTS, caches):
         for window in {(-1, -1), (s.window - 1, 0)} if s.window else {(-1, -1)}:
             router = tritonattn.Router(
                 heads, kv_heads, s.head_size, v_head_size=v_size, dtype=dtype, device=device, kv_dtype=kv_dtype,
@@ -258,9 +259,9 @@ def _mla_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
 
     s = deployment.shape
     dtype, kv_dtype, scale, sizes = _tensors(deployment, arch, device)
-    for aligned, least in product(ALIGNMENTS, sizes):
-        pages = max(4, -(-least // (deployment.block_size * (s.latent + s.rope) * kv_dtype.itemsize)) + 1)
-        cache = torch.empty(pages, deployment.block_size, s.latent + s.rope, dtype=kv_dtype, device=device)
+    page = (deployment.block_size, s.latent + s.rope)
+    pages = [max(4, -(-least // (page[0] * page[1] * kv_dtype.itemsize)) + 1) for least in sizes]
+    for aligned, cache in product(ALIGNMENTS, [torch.empty(n, *page, dtype=kv_dtype, device=device) for n in pages]):
         router = tritonattn.MlaRouter(
             deployment.heads[0], softmax_scale=s.head_size**-0.5, dtype=dtype, device=device, kv_lora_rank=s.latent, kv_dtype=kv_dtype,
             qk_nope_head_dim=s.head_size - s.rope, qk_rope_head_dim=s.rope, v_head_dim=s.v_head_size, block_size=deployment.block_size,

@@ -106,3 +106,13 @@ def test_a_file_of_something_else(tmp_path):
     file.write_text('{"cases": []}')
     with pytest.raises(ValueError, match="--figures must be a file that"):
         validate.load(file)
+
+
+def test_the_model_orders_what_an_h200_was_seen_to_do():
+    """The figures of `tritonattn model --measure` on one NVIDIA H200, Triton 3.6.0, torch 2.11, 2026-11-29; the model's constants were fitted to them."""
+    facts, work, entries = validate.load(Path(__file__).with_name("h200_figures.json.gz"))
+    made = validate.scores(entries, work, facts)
+    for kernel, needed in (("prefill", 30), ("decode", 30), ("mla_decode", 15)):
+        assert max(score.timed for score in made if score.kernel == kernel) >= needed
+    for score in made:
+        assert score.spearman >= 0.8 and score.regret <= 1.1, str(score)

@@ -13,6 +13,7 @@ import html
 import itertools
 import json
 import os
+import platform
 import sys
 import time
 from collections import Counter
@@ -147,6 +148,17 @@ def _device_name(device: str) -> str:
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "CPU interpreter"
 
 
+def _driver() -> dict[str, str]:
+    """The kernel driver, where Linux tells."""
+    for name in ("amdgpu", "nvidia"):
+        module = Path("/sys/module") / name
+        if (module / "version").is_file():
+            return {"driver": f"{name} {(module / 'version').read_text().strip()}"}
+        if module.is_dir():
+            return {"driver": f"{name} of Linux {platform.release()}"}
+    return {}
+
+
 def search(sweep: Sweep, case: Case, say) -> Winner | None:
     """The best candidate of a case, or None where none was accepted in time."""
     predicted: list[tuple[float, dict[str, Any]]] = []
@@ -173,7 +185,7 @@ def search(sweep: Sweep, case: Case, say) -> Winner | None:
             reasons.update(found.get("refused", ()))
             say(f"{len(ranking)} timed" + (f", best {min(s for s, _ in ranking) * 1e6:.1f} us" if ranking else ""))
         ranking.sort(key=lambda entry: entry[0])
-        provenance = {"kind": "measured", "device": _device_name(sweep.device), **versions()}
+        provenance = {"kind": "measured", "device": _device_name(sweep.device), **_driver(), **versions()}
     if not ranking:
         say(f"none accepted, {refused} refused, {skipped} not tried" + "".join(f"; most often: {why}" for why, _ in reasons.most_common(1)))
         return None

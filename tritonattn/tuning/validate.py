@@ -11,6 +11,7 @@ One that dies or stands still is replaced, and its candidate counts as refused.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
 import math
 import os
@@ -287,7 +288,8 @@ def save(path: Path, arch: Arch, work: list[Case], entries: list[Entry], made: l
 def load(path: Path) -> tuple[Arch, list[Case], list[Entry]]:
     """What `save` wrote. ValueError if the file is none of those."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        text = gzip.open(path, "rt", encoding="utf-8").read() if path.suffix == ".gz" else path.read_text(encoding="utf-8")
+        content = json.loads(text)
         work = [Case(**{**case, "shape": Model(**case["shape"])}) for case in content["cases"]]
         known = content["sku"] if content["sku"] not in ("", "unknown") else content["arch"]
         return by_name(known), work, [Entry(**entry) for entry in content["entries"]]
