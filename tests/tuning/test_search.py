@@ -4,10 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from tritonattn.plan import decode_plan
+from tritonattn.problem import AttnProblem
 from tritonattn.tuning import arch, schema, search, table, trial
 from tritonattn.tuning.cases import Case
 from tritonattn.tuning.models import MODELS, Model
@@ -69,8 +73,35 @@ def test_a_table_that_would_be_invalid_is_not_written(tmp_path):
 def test_rows_say_what_they_hold_for():
     decode = winner(Case("decode", MODELS["qwen3-235b"], kv_dtype="fp8", layout="hnd", query_len=4))
     assert decode.when == {
-        "head_size": 128, "v_head_size": 128, "dtype": "bf16", "kv_dtype": "fp8", "kv_layout": "plain", "rows": {"max": 64},
+        "head_size": 128, "v_head_size": 128, "dtype": "bf16", "kv_dtype": "fp8", "kv_layout": "plain", "rows": {"min": 33, "max": 64},
     }  # fmt: skip
+    assert winner(Case("decode", MODELS["llama-3-8b"], layout="nhd")).when["rows"] == {"max": 16}
+    assert winner(Case("mla_decode", MODELS["deepseek-r1"], layout="latent")).when["rows"] == {"min": 65}
+
+
+def test_winners_divide_the_loads(tmp_path, monkeypatch):
+    """Batches 1, 16 and 128 of 8 KV heads on 304 units: each row is found for its own batch, and for those nearest to it."""
+    monkeypatch.setenv("TRITONATTN_TABLES", str(tmp_path))
+    facts = replace(arch.by_name("MI300X"))  # an object of its own: the caches on the way know nothing of it
+    case = Case("decode", MODELS["llama-3-8b"], layout="nhd")
+    base = {"NUM_STAGES": 1, "num_stages": 1, "num_warps": 4, "form": "tile", "programs_per_cu": 1}
+    made = [winner(replace(case, batch=batch), {**base, "BLOCK_N": keys}) for batch, keys in ((1, 16), (16, 32), (128, 64))]
+    made.append(winner(replace(case, batch=16, kv_len=99), {**base, "BLOCK_N": 128}))  # the same load again
+    assert [when["units_per_cu"] for when, _ in search.conditions(made, facts)] == [
+        {"max": 0.1053}, {"min": 0.1053, "max": 1.1909}, {"min": 1.1909},
+    ]  # fmt: skip
+    search.write(search.Sweep(facts, None, tmp_path), "decode", made)
+    table.forget()
+    problem = AttnProblem(32, 8, 128, 128, torch.bfloat16, torch.bfloat16, "plain", 16, True)
+    found = {batch: decode_plan(facts, problem, batch, 1, 8192).row.config["BLOCK_N"] for batch in (1, 3, 5, 16, 40, 60, 128, 256)}
+    assert found == {1: 16, 3: 16, 5: 32, 16: 32, 40: 32, 60: 64, 128: 64, 256: 64}
+    table.forget()
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,x", "1,-3"])
+def test_bad_batches_are_named(text):
+    with pytest.raises(ValueError, match="--batch must be positive integers"):
+        search._integers("--batch", text)
 
 
 def test_report(tmp_path):

@@ -12,6 +12,7 @@ import argparse
 import html
 import itertools
 import json
+import math
 import os
 import platform
 import sys
@@ -22,6 +23,8 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from tritonattn.plan import MAX_ROWS, power_of_two
 
 from . import model, schema, table, trial
 from .arch import Arch, by_name, detect
@@ -120,19 +123,52 @@ class Winner:
     compute_units: int = 0  # the row holds for GPUs with so many; 0: for all of the arch
 
     @property
+    def rows(self) -> int:
+        """Query rows that share a KV head, 1 for prefill."""
+        s = self.case.shape
+        per_token = {"prefill": 0, "decode": s.num_heads // s.num_kv_heads, "mla_decode": s.num_heads}[self.case.kernel]
+        return max(1, per_token * self.case.query_len)
+
+    @property
+    def units(self) -> int:
+        """Programs of the call if no sequence is split."""
+        return self.case.batch * (1 if self.case.kernel == "mla_decode" else self.case.shape.num_kv_heads) * -(-self.rows // MAX_ROWS)
+
+    @property
     def when(self) -> dict[str, Any]:
-        """The row's conditions: the case's static facts, and up to its number of query rows."""
+        """The row's conditions but for load: the case's static facts, and as many query rows as fill the same tile."""
         s, case = self.case.shape, self.case
         layout = {"nhd": "plain", "hnd": "plain"}.get(case.layout, case.layout)
         when: dict[str, Any] = {"kv_dtype": case.kv_dtype or case.dtype, "kv_layout": layout}
+        if case.kernel != "mla_decode":
+            when = {"head_size": s.head_size, "v_head_size": s.v_head_size or s.head_size, "dtype": case.dtype, **when}
         if self.compute_units:
             when["compute_units"] = self.compute_units
-        if case.kernel == "mla_decode":
-            return {**when, "rows": {"max": s.num_heads * case.query_len}}
-        when = {"head_size": s.head_size, "v_head_size": s.v_head_size or s.head_size, "dtype": case.dtype, **when}
-        if case.kernel == "decode":
-            when["rows"] = {"max": s.num_heads // s.num_kv_heads * case.query_len}
+        if case.kernel != "prefill":
+            tile = max(16, power_of_two(self.rows))
+            when["rows"] = {"max": 16} if tile == 16 else {"min": tile // 2 + 1, "max": tile} if tile <= MAX_ROWS else {"min": MAX_ROWS + 1}
         return when
+
+
+def conditions(winners: list[Winner], arch: Arch) -> list[tuple[dict[str, Any], Winner]]:
+    """The winners with the conditions of their rows: those that differ in load alone divide the loads among them, half way on a logarithmic
+    scale. Of two that do not even differ in that, the first stays."""
+    groups: dict[str, list[Winner]] = {}
+    for winner in winners:
+        groups.setdefault(json.dumps(winner.when), []).append(winner)
+    found = []
+    for group in groups.values():
+        if group[0].case.kernel == "prefill":
+            found.append((group[0].when, group[0]))
+            continue
+        by_load = {winner.units: winner for winner in reversed(group)}
+        loads = sorted(by_load)
+        cuts = [round(math.sqrt(a * b) / arch.compute_units, 4) for a, b in itertools.pairwise(loads)]
+        for load, low, high in zip(loads, [None, *cuts], [*cuts, None], strict=True):
+            bounds = {name: cut for name, cut in (("min", low), ("max", high)) if cut is not None}
+            winner = by_load[load]
+            found.append(({**winner.when, **({"units_per_cu": bounds} if bounds else {})}, winner))
+    return found
 
 
 def versions() -> dict[str, str]:
@@ -200,7 +236,7 @@ def search(sweep: Sweep, case: Case, say) -> Winner | None:
 def write(sweep: Sweep, kernel: str, winners: list[Winner]) -> Path:
     """New rows in front of those that were in force; rows of the same conditions are replaced. Atomic."""
     path = sweep.folder / sweep.arch.name / f"{kernel}.json"
-    fresh = [{"when": w.when, "config": w.config, "provenance": w.provenance} for w in winners]
+    fresh = [{"when": when, "config": w.config, "provenance": w.provenance} for when, w in conditions(winners, sweep.arch)]
     kept = []
     for row in table.rows(kernel, sweep.arch):
         old = {"when": dict(row.when), "config": dict(row.config), "provenance": dict(row.provenance)}
@@ -261,7 +297,7 @@ def chosen_cases(kernel: str, shape: Model | None, args: argparse.Namespace) -> 
     """The cases to sweep: the standing ones, or those of one shape."""
     if shape is None:
         return list(dict.fromkeys(cases(kernel)))
-    kv_dtypes = [args.kv_dtype]
+    kv_dtypes, batches = [args.kv_dtype], _integers("--batch", args.batch)
     if kernel == "prefill":
         return [Case(kernel, shape, batch=4, query_len=args.query_len or 4096, kv_len=args.query_len or 4096)]
     if kernel == "mla_decode":
@@ -270,7 +306,17 @@ def chosen_cases(kernel: str, shape: Model | None, args: argparse.Namespace) -> 
         made = []
     else:
         made = [Case(kernel, shape, kv_dtype=d, layout=layout) for layout in args.kv_layout.split(",") for d in kv_dtypes]
-    return [replace(case, batch=args.batch, query_len=args.query_len or 1, kv_len=args.kv_len) for case in made]
+    return [replace(case, batch=batch, query_len=args.query_len or 1, kv_len=args.kv_len) for case in made for batch in batches]
+
+
+def _integers(name: str, text: str) -> list[int]:
+    try:
+        found = [int(part) for part in text.split(",")]
+        if min(found) < 1:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{name} must be positive integers separated by commas, got {text!r}") from None
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -281,7 +327,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", help="64/4x128: query heads / KV heads x head size")
     parser.add_argument("--kv-layout", default="nhd,preshuffled", help="of decode (default: %(default)s)")
     parser.add_argument("--kv-dtype", default="", choices=("", "fp8"))
-    parser.add_argument("--batch", type=int, default=16, help="of decode (default: %(default)s)")
+    parser.add_argument("--batch", default="1,16,128", help="of decode, comma-separated: each gets its range of loads (default: %(default)s)")
     parser.add_argument("--kv-len", type=int, default=8192, help="of decode (default: %(default)s)")
     parser.add_argument("--query-len", type=int, default=0, help="tokens (default: 4096 for prefill, 1 for decode)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="folder of tables to write (default: those in use)")
@@ -298,8 +344,8 @@ def run(args: argparse.Namespace) -> int:
     device = None if args.offline else ("cpu" if here.simulated else "cuda")
     if device and arch.name != here.name:
         raise ValueError(f"this machine has {here.name}, not {arch.name}: tune there, or rank by the model with --offline")
-    if args.offline and arch.backend != "hip":
-        raise ValueError(f"--offline ranks compiled AMD code; {arch.name} has to be timed")
+    if args.offline and arch.simulated:
+        raise ValueError("--offline needs --arch: the one whose code is to be compiled and ranked")
     kernels = args.kernel.split(",")
     wrong = [kernel for kernel in kernels if kernel not in KERNELS]
     if wrong:
