@@ -1,8 +1,10 @@
 """The cost model against what others published of Triton kernels on Instinct GPUs: pairs with known configurations, and ranges of absolute times.
 
-Nothing here was timed by this project. Sources: sgl-project/sglang#34741; ROCm/aiter's tuned configurations of mha; the TFLOP/s of plain Triton
+Nothing here was timed by this project. Sources: sgl-project/sglang#34741; tokenspeed#664; ROCm/aiter's tuned configurations of mha; the TFLOP/s of plain Triton
 prefill on MI300X (360 to 490) and on MI355X (608 to 772) as several projects report them.
 """
+
+from dataclasses import replace
 
 import pytest
 
@@ -34,6 +36,22 @@ def test_a_spilling_tile_of_64_keys():
     sound, half, all_of_it = (mla_seconds(64, N64, scratch) for scratch in (0, 93, 186))
     assert half / sound < 13.78 / 5.99 < all_of_it / sound, "the instructions are spread over one or two loops"
     assert sound < mla_seconds(32, N32) < half
+
+
+def test_one_sequence_without_and_with_splits():
+    """MLA of 8 heads over 8192 tokens on gfx950: 1590 us by a Triton kernel that does not split it, 39.6 us by one in Gluon that does. Other
+    kernels than this one (counts as compiled with Triton 3.6: 16 rows, 32 keys, four warps): within about a factor of two."""
+    counts = {"instructions": 428, "matrix": 44, "vector": 250, "exponentials": 9, "lds_reads": {8: 16, 16: 36}, "lds_writes": {16: 9},
+              "global_loads": {4: 1, 16: 9}, "barriers": 8, "matrix_cycles": 704}  # fmt: skip
+    case = Case("mla_decode", replace(MODELS["deepseek-r1"], num_heads=8), layout="latent", block_size=64, batch=1, kv_len=8192)
+
+    def seconds(splits):
+        fixed = {"grid": (1, splits, 1), "constexprs": {"BLOCK_N": 32, "NUM_STAGES": 1, "ROWS": 16}}
+        report = codegen.Report("mla_decode", "gfx950", 284, 0, 284, 96, 0, 0, 0, 32768, 4, 1.0, (loop(**counts),), False, **fixed)
+        return model.predict(report, by_name("MI355X"), case).seconds
+
+    one, split = seconds(1), min(seconds(n) for n in (32, 64, 128))
+    assert 1590e-6 / 2.2 < one < 1590e-6 * 2.2 and 39.6e-6 / 2.2 < split < 39.6e-6 * 2.2
 
 
 def predictor():

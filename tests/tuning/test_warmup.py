@@ -84,3 +84,11 @@ def test_eight_processes_share_a_cache_folder(tmp_path):
     for group in groups:
         assert all(Path(file).stat().st_size for file in json.loads(group.read_text())["child_paths"].values())
     assert not [file for file in cache.rglob("*") if "tmp" in file.name], "nothing half-written is left"
+
+
+def test_no_kernel_is_tuned_while_it_serves():
+    """Triton's own autotuner times candidates at the first call with a new shape: in a request, or in a graph capture."""
+    package = Path(warmup.__file__).parent
+    kernels = [path for path in package.rglob("*.py") if "@triton.jit" in path.read_text()]
+    assert len(kernels) > 8
+    assert not [path.name for path in kernels if "autotune(" in path.read_text() or "do_bench" in path.read_text()]
