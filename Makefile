@@ -5,6 +5,8 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?=
 FUZZ_ARGS ?= --minutes 10
 ENV := $(if $(filter .venv/bin/python,$(PY)),.venv/.complete)
+# A second Triton, which PYTHONPATH puts before the environment's.
+OTHER := $(if $(ENV),.triton-3.9.0/.complete)
 
 # The ops whose machine code the simulator runs; the rest of the suite does not reach a kernel, or repeats these.
 SIM_ARCHS ?= gfx942 gfx950
@@ -45,8 +47,12 @@ lint: $(ENV)     ## ruff and mypy
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
-check: $(ENV)    ## compile every table row for gfx942 and gfx950, without a GPU, and judge the code
-	$(PY) -m tritonattn check --arch gfx942,gfx950
+check: $(ENV) $(OTHER) ## compile every table row for gfx942 and gfx950, without a GPU, and judge the code; with Triton 3.6.0 and 3.9.0
+	for triton in "" $(dir $(OTHER)); do PYTHONPATH=$$triton:$$PYTHONPATH $(PY) -m tritonattn check --arch gfx942,gfx950 || exit 1; done
+
+.triton-%/.complete:
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps --target $(@D) triton==$*
+	touch $@
 
 clean:           ## everything that git ignores
 	git clean -fdXq

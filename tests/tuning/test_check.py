@@ -37,14 +37,23 @@ def test_a_bad_row_is_refused_with_its_reason(tmp_path):
     (tmp_path / "gfx942").mkdir()
     (tmp_path / "gfx942" / "prefill.json").write_text(json.dumps(content))
     code = (
-        "from tritonattn.tuning import arch, cases, check; from tritonattn.tuning.models import MODELS;"
+        "import json; from tritonattn.tuning import arch, cases, check; from tritonattn.tuning.models import MODELS;"
         "case = cases.Case('prefill', MODELS['llama-3-8b'], query_len=256, kv_len=256);"
-        "(verdict,) = check.judge_case(arch.by_name('gfx942'), case); print(verdict.row, verdict.reasons)"
+        "(verdict,) = check.judge_case(arch.by_name('gfx942'), case); print(verdict.row, verdict.reasons); json.dumps(verdict.facts())"
     )
     path = os.pathsep.join([str(ROOT), *sys.path])
     env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path, "TRITONATTN_TABLES": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert "gfx942/prefill.json row 0" in done.stdout and "registers spilled" in done.stdout, done.stderr
+    assert "gfx942/prefill.json row 0" in done.stdout and "registers spilled" in done.stdout and done.returncode == 0, done.stderr
+
+
+def test_what_a_row_owns_up_to_is_accepted_and_no_more(monkeypatch):
+    row = table.Row({}, {}, {}, "a row", {"reason": "for want of registers", "limits": {"narrow_loads": 2}})
+    monkeypatch.setattr(check.codegen, "judge", lambda report, arch, matrix, limits=None: ["3 loads"] if limits is None else report)
+    facts = arch.by_name("gfx942")
+    assert check._judge([], facts, "decode", row) == ([], ["3 loads (for want of registers)"])
+    assert check._judge(["3 loads"], facts, "decode", row) == (["3 loads"], [])
+    assert check._judge([], facts, "decode", table.Row({}, {}, {}, "another")) == (["3 loads"], [])
 
 
 @pytest.mark.parametrize("arguments, reason", [(("--kernel", "attention"), "--kernel must be among"), (("--arch", "gfx"), "arch must be a name")])

@@ -100,6 +100,13 @@ def attend_tile(
 
 
 @triton.jit
+def rows_at(rows, kv_head, q_len, GROUP: tl.constexpr):
+    """(query token, head, whether there is one) of rows of a KV head."""
+    query = rows // GROUP
+    return query, kv_head * GROUP + rows % GROUP, query < q_len
+
+
+@triton.jit
 def store_merged(
     out, rows, row_ok, acc, scale, D_START: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr,
     SHUFFLED: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
@@ -175,12 +182,6 @@ def decode_wave(
     if row0 >= q_len * GROUP:
         return
 
-    rows = row0 + tl.arange(0, ROWS)
-    query = rows // GROUP
-    head = kv_head * GROUP + rows % GROUP
-    row_ok = query < q_len
-    tokens = (q_start + query).to(tl.int64)
-    part = store.part_rows(place, query, head, max_seqlen_q, NUM_HEADS)
     diag = k_len - q_len
     row_first = row0 // GROUP
     row_last = (tl.minimum(row0 + ROWS, q_len * GROUP) - 1) // GROUP
@@ -190,6 +191,8 @@ def decode_wave(
     hi = end
     if SPLIT:
         if (split > 0) & (lo >= hi):
+            query, head, row_ok = rows_at(row0 + tl.arange(0, ROWS), kv_head, q_len, GROUP)
+            part = store.part_rows(place, query, head, max_seqlen_q, NUM_HEADS)
             tl.store(part_lse + part, tl.full([ROWS], softmax.NEG_INF, tl.float32), mask=row_ok)
             return
     begin, inner_begin, inner_end = mask.split_loops(row_first, row_last, diag, hi, window_left, window_right, lo, hi, BLOCK_N)
@@ -199,9 +202,7 @@ def decode_wave(
     # The rows of each wave, [WAVES, WAVE_ROWS].
     waves = tl.arange(0, WAVES)
     wave_rows = row0 + (waves % GROUPS * WAVE_ROWS)[:, None] + tl.arange(0, WAVE_ROWS)[None, :]
-    wave_query = wave_rows // GROUP
-    wave_head = kv_head * GROUP + wave_rows % GROUP
-    wave_ok = wave_query < q_len
+    wave_query, wave_head, wave_ok = rows_at(wave_rows, kv_head, q_len, GROUP)
     row_lo, row_hi = mask.row_limits(wave_query, diag, hi, window_left, window_right)
     q_wave = (((q_start + wave_query).to(tl.int64) * stride_q_token + wave_head * stride_q_head) * VEC_Q)[:, :, None]
     d0 = tl.arange(0, D0)
@@ -266,6 +267,10 @@ def decode_wave(
     acc0 = acc0.reshape(PARTS, ROWS, V0) * weight[:, :, None]
     if V1 > 0:
         acc1 = acc1.reshape(PARTS, ROWS, V1) * weight[:, :, None]
+    # Worked out here, so as not to hold registers in the loops; the compiler cannot tell that the shift gives 0.
+    query, head, row_ok = rows_at(row0 + (hi >> 30) + tl.arange(0, ROWS), kv_head, q_len, GROUP)
+    part = store.part_rows(place, query, head, max_seqlen_q, NUM_HEADS)
+    tokens = (q_start + query).to(tl.int64)
     out_rows = (tokens * stride_out_token + head * stride_out_head) * VEC_OUT
     lse_rows = head.to(tl.int64) * stride_lse_head + tokens
     part_ok = row_ok & (lse_row != softmax.NEG_INF)
@@ -334,6 +339,8 @@ def _wave_static(static, options, rows, kv_dtype) -> dict:
         meta["D0"], meta["D1"] = 4 * x, 0
     elif meta["D1"]:
         meta["D1"] = max(meta["D1"], 4 * x)
+    elif fp8 and meta["SHUFFLED"] and meta["D0"] > 128:
+        meta["D0"] = meta["D1"] = meta["D0"] // 2
     if meta["DV"] < 4 * x:
         meta["V0"], meta["V1"] = 4 * x, 0
     elif meta["V1"]:

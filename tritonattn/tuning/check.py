@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +49,7 @@ class Verdict:
     def facts(self) -> dict[str, Any]:
         """All of it as plain data."""
         loops = [{name: value for name, value in vars(loop).items() if name != "body"} for loop in self.report.loops]
-        report = {name: value for name, value in vars(self.report).items() if name not in ("loops", "kernel")}
+        report = {name: value for name, value in vars(self.report).items() if name not in ("loops", "kernel", "constexprs")}
         work = self.work
         return {
             "kernel": self.kernel,
@@ -57,6 +60,7 @@ class Verdict:
             "accepted": self.accepted,
             "work": work and {"wave_instructions": round(work[0], 4), "per": work[1]},
             **report,
+            "constexprs": {name: value if isinstance(value, int | str) else str(value) for name, value in self.report.constexprs.items()},
             "main": self.report.loops.index(self.report.main) if self.report.main else None,
             "loops": loops,
         }
@@ -100,13 +104,19 @@ def judge_case(arch: Arch, case: cases.Case) -> list[Verdict]:
     for launch in launches:
         if launch.kernel in names and launch.key not in seen:
             report = codegen.read(launch)
-            needs_matrix = case.kernel in cases.EXPECT_MATRIX
-            reasons, accepted = codegen.judge(report, arch, needs_matrix), []
-            if reasons and row.accepts:
-                worse = codegen.judge(report, arch, needs_matrix, row.accepts["limits"])
-                accepted, reasons = [f"{row.accepts['reason']}: " + "; ".join(reason for reason in reasons if reason not in worse)], worse
-            seen[launch.key] = Verdict(case.kernel, row.where, case, launch, report, reasons, accepted)
+            seen[launch.key] = Verdict(case.kernel, row.where, case, launch, report, *_judge(report, arch, case.kernel, row))
     return list(seen.values())
+
+
+def _judge(report: codegen.Report, arch: Arch, kernel: str, row: table.Row) -> tuple[list[str], list[str]]:
+    """What speaks against the code, and what of it the row has owned up to."""
+    needs_matrix = kernel in cases.EXPECT_MATRIX
+    found = codegen.judge(report, arch, needs_matrix)
+    if not row.accepts:
+        return found, []
+    refused = codegen.judge(report, arch, needs_matrix, row.accepts["limits"])
+    owned = [reason for reason in found if reason not in refused]
+    return refused, [f"{'; '.join(owned)} ({row.accepts['reason']})"] if owned else []
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,18 +137,38 @@ def run(args: argparse.Namespace) -> int:
     unknown = [name for name in kernels if name not in known]
     if unknown:
         raise ValueError(f"--kernel must be among {', '.join(known)}; got {', '.join(unknown)}")
-    results: dict[str, list[Verdict]] = {}
-    for arch in arches:
-        results[arch.sku] = []
-        for kernel in kernels:
-            for verdict in verdicts(arch, kernel):
-                results[arch.sku].append(verdict)
-                print(f"{arch.name} {verdict.kernel}: {verdict.case}{_execute(verdict, arch) if args.execute else ''}", file=sys.stderr, flush=True)
+    if len(arches) > 1:
+        return _each_apart(args)
+    [arch] = arches
+    found = []
+    for kernel in kernels:
+        for verdict in verdicts(arch, kernel):
+            found.append(verdict)
+            print(f"{arch.name} {verdict.kernel}: {verdict.case}{_execute(verdict, arch) if args.execute else ''}", file=sys.stderr, flush=True)
     if args.json:
-        print(json.dumps({"triton": _triton_version(), "results": {sku: [v.facts() for v in found] for sku, found in results.items()}}))
+        print(json.dumps({"triton": _triton_version(), "results": {arch.sku: [verdict.facts() for verdict in found]}}))
     else:
-        _print(results)
-    return int(any(verdict.reasons for found in results.values() for verdict in found))
+        _print(arch.sku, found)
+    return int(any(verdict.reasons for verdict in found))
+
+
+def _each_apart(args: argparse.Namespace) -> int:
+    """Each arch in a process of its own, as many at a time as there are cores. Triton 3.6 compiles for a second arch with what it knows of the
+    first: on gfx950 it then emulates conversions that the hardware has."""
+    command = [sys.executable, "-m", "tritonattn", "check", "--kernel", args.kernel, *["--execute"] * args.execute, *["--json"] * args.json]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+    def check(name: str) -> subprocess.CompletedProcess:
+        return subprocess.run([*command, "--arch", name], env=env, stdout=subprocess.PIPE, text=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        done = list(pool.map(check, args.arch.split(",")))
+    if args.json and not any(one.returncode > 1 for one in done):
+        parts = [json.loads(one.stdout) for one in done]
+        print(json.dumps({**parts[0], "results": {sku: found for part in parts for sku, found in part["results"].items()}}))
+    else:
+        print("\n".join(one.stdout for one in done), end="")
+    return max(one.returncode for one in done)
 
 
 def _peers(folder: str, arches: list[Arch], as_json: bool) -> int:
@@ -172,29 +202,28 @@ _WHOLE = ("row", "call", "loop", "regs", "spill", "LDS", "occ")  # of the kernel
 _COLUMNS = (*_WHOLE, "instr", "matrix", "vector", "LDS r/w", "loads", "barrier", "wait", "acc", "per unit")
 
 
-def _print(results: dict[str, list[Verdict]]) -> None:
+def _print(sku: str, found: list[Verdict]) -> None:
     from rich.table import Table
 
     from tritonattn.console import console
 
     out = console()
-    for sku, found in results.items():
-        grid = Table(title=f"{sku} ({found[0].report.arch}), Triton {_triton_version()}: compiled and counted, nothing timed", title_justify="left")
-        for name in _COLUMNS:
-            grid.add_column(name, justify="left" if name in ("row", "call", "loop") else "right", overflow="fold")
-        for verdict in found:
-            for cells in _rows(verdict):
-                grid.add_row(*cells, style=None if not verdict.reasons else "red")
-            for reason in verdict.reasons:
-                grid.add_row("", f"[red]refused: {reason}[/red]", *[""] * (len(_COLUMNS) - 2))
-            for reason in verdict.accepted:
-                grid.add_row("", f"[yellow]accepted: {reason}[/yellow]", *[""] * (len(_COLUMNS) - 2))
-        out.print(grid)
-        bad = sum(bool(verdict.reasons) for verdict in found)
-        named = sum(bool(verdict.accepted and not verdict.reasons) for verdict in found)
-        kinds = [f"{len(found) - bad - named} of {len(found)} clean"]
-        kinds += [f"[yellow]{named} accepted with a reason in the row[/yellow]"] * (named > 0) + [f"[red]{bad} refused[/red]"] * (bad > 0)
-        out.print(", ".join(kinds))
+    grid = Table(title=f"{sku} ({found[0].report.arch}), Triton {_triton_version()}: compiled and counted, nothing timed", title_justify="left")
+    for name in _COLUMNS:
+        grid.add_column(name, justify="left" if name in ("row", "call", "loop") else "right", overflow="fold")
+    for verdict in found:
+        for cells in _rows(verdict):
+            grid.add_row(*cells, style=None if not verdict.reasons else "red")
+        for reason in verdict.reasons:
+            grid.add_row("", f"[red]refused: {reason}[/red]", *[""] * (len(_COLUMNS) - 2))
+        for reason in verdict.accepted:
+            grid.add_row("", f"[yellow]accepted: {reason}[/yellow]", *[""] * (len(_COLUMNS) - 2))
+    out.print(grid)
+    bad = sum(bool(verdict.reasons) for verdict in found)
+    named = sum(bool(verdict.accepted and not verdict.reasons) for verdict in found)
+    kinds = [f"{len(found) - bad - named} of {len(found)} clean"]
+    kinds += [f"[yellow]{named} accepted with a reason in the row[/yellow]"] * (named > 0) + [f"[red]{bad} refused[/red]"] * (bad > 0)
+    out.print(", ".join(kinds))
 
 
 def _rows(verdict: Verdict) -> Iterator[tuple[str, ...]]:
