@@ -46,6 +46,32 @@ def test_a_rest_of_sixteen_columns(name, kernel, layout, kv_dtype):
     assert not execute(case, by_name(name), row).reasons
 
 
+@pytest.mark.parametrize("name", ARCHES)
+def test_caches_at_odd_strides(name):
+    """Without 16-byte strides loads are narrow and pass through LDS, in the form that the table names all the same."""
+    import torch
+
+    import tritonattn
+    from tritonattn import reference
+    from tritonattn.simulator.device import launches_go_to, simulated
+    from tritonattn.tuning.arch import assume, by_name
+
+    def run(program, arguments, memory, grid, metadata):
+        program.run(arguments, memory, grid, metadata.num_warps, metadata.shared)
+
+    lens = torch.tensor([37, 5], dtype=torch.int32)
+    common = {"seqused_k": lens, "block_table": torch.tensor([[2, 0, 1], [3, 9, 9]], dtype=torch.int32), "max_seqlen_k": 37}
+    k, v = (torch.randn(4, 16, 2, 65).bfloat16()[..., :64] for _ in range(2))
+    q, latent, cache = torch.randn(2, 8, 64).bfloat16(), torch.randn(2, 16, 577).bfloat16()[..., :576], torch.randn(4, 16, 577).bfloat16()[..., :576]
+    with simulated(name), assume(by_name(name)), launches_go_to(run):
+        out = tritonattn.decode_attention(q, k, v, kv_layout="nhd", num_splits=1, **common)
+        absorbed = tritonattn.mla_decode(latent, cache, softmax_scale=0.05, num_splits=1, **common)
+    expected, _ = reference.decode_attention(q, k, v, kv_layout="nhd", **common)
+    torch.testing.assert_close(out.double(), expected.double(), atol=2e-2, rtol=2e-2)
+    expected, _ = reference.mla_decode(latent, cache, softmax_scale=0.05, **common)
+    torch.testing.assert_close(absorbed.double(), expected.double(), atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.skipif("gfx950" not in ARCHES, reason="the other arch copies nothing to LDS")
 def test_copies_to_lds_wait_for_the_last_reads():
     """The masked loop copies into the LDS that the loop before it read from, whatever buffer that one ended on: any number of tiles before it."""

@@ -342,6 +342,8 @@ def _static(row: Row, problem: AttnProblem) -> dict:
     if row.config["form"] == "tile":
         halves = (torch.bfloat16, torch.float16)  # float32 queries would lose digits
         tile["CONVERT_ONCE"] = tile.get("CONVERT_ONCE", False) and problem.kv_dtype.itemsize == 1
+        for name in ("CHEAP_P", "WAVE_ROWS"):  # the other form's
+            tile.pop(name, None)
         tile["FP8_HALF"] = tile.get("FP8_HALF", False) and problem.kv_dtype.itemsize == 1 and problem.dtype in halves
     return {
         "NUM_HEADS": problem.num_q_heads, "GROUP": problem.group, "SHUFFLED": problem.kv_layout == "preshuffled",
