@@ -5,13 +5,15 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import CancelledError
 from pathlib import Path
 
 import pytest
 
 from tritonattn.tuning import arch, model, validate
-from tritonattn.tuning.worker import Worker
+from tritonattn.tuning.worker import Worker, spread
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -58,6 +60,38 @@ def test_a_worker_is_replaced():
         assert worker(case, {"BLOCK_N": 64, "NUM_STAGES": 5}, seconds=1) == {"refused": ["no result in 1 s"]}
         assert worker(case, {"BLOCK_N": 64})["seconds"] > 0
         assert worker(case, {}) == {"refused": ["KeyError: 'BLOCK_N'"]}
+
+
+def sleeper():
+    return time.sleep
+
+
+def test_stopping_early_waits_for_nothing():
+    start = time.monotonic()
+    results = spread([0.0, 100.0, 101.0, 102.0], 2, lambda: Worker(sleeper), lambda worker, seconds: worker(seconds, seconds=300))
+    assert next(results)[0] == 0.0
+    results.close()
+    assert time.monotonic() - start < 50
+
+
+def test_closing_a_worker_is_no_verdict():
+    """A candidate under way when the sweep is interrupted must not enter the journal as one that died."""
+    worker, told = Worker(sleeper), []
+
+    def call():
+        try:
+            told.append(worker(100.0, seconds=300))
+        except CancelledError:
+            told.append("cancelled")
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while worker.process is None or not worker.process.is_alive():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    worker.close()
+    thread.join(60)
+    assert told == ["cancelled"]
 
 
 CHILD = """

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import CancelledError, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any
@@ -33,14 +34,17 @@ class Worker:
     def __call__(self, *args: Any, seconds: float = 60.0) -> dict[str, Any]:
         if self.process is None or not self.process.is_alive():
             self._start()
+        process = self.process
         try:
             self.connection.send(args)
             if self.connection.poll(seconds):
                 return self.connection.recv()
             found = f"no result in {seconds:.0f} s"
         except (EOFError, OSError):
-            self.process.join(5)
-            found = f"the process died ({self.process.exitcode})"
+            if self.process is not process:
+                raise CancelledError from None  # closed meanwhile: this says nothing of the candidate
+            process.join(5)
+            found = f"the process died ({process.exitcode})"
         self.close()
         return {"refused": [found]}
 
@@ -53,10 +57,10 @@ class Worker:
         other.close()
 
     def close(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.join()
-            self.process = None
+        process, self.process = self.process, None
+        if process is not None:
+            process.kill()
+            process.join()
 
     def __enter__(self) -> Worker:
         return self
@@ -79,12 +83,13 @@ def spread(tasks: list[Any], jobs: int, new: Callable[[], Worker], call: Callabl
         finally:
             free.put(worker)
 
+    pool = ThreadPoolExecutor(len(workers))
     try:
-        with ThreadPoolExecutor(len(workers)) as pool:
-            pending = {pool.submit(one, task): task for task in tasks}
-            for done in as_completed(pending):
-                yield pending[done], done.result()
-    finally:
+        pending = {pool.submit(one, task): task for task in tasks}
+        for done in as_completed(pending):
+            yield pending[done], done.result()
+    finally:  # also where the caller stops early: what is under way is not waited for
+        pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.close()
 
@@ -105,6 +110,7 @@ def _environment(values: Mapping[str, str]):
 
 
 def _serve(connection, make: Callable[..., Callable], args: tuple) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; whoever started this process ends it
     serve = make(*args)
     while True:
         try:
