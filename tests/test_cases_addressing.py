@@ -174,3 +174,24 @@ def test_cases_13_to_15_high_block_ids(device, layout, dtype, gib):
         kv_layout=layout, **scale,
     )  # fmt: skip
     assert keys.isfinite().all() and values.isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_case_17_queries_around_two_to_the_31_elements(device, beyond):
+    """Sequences of 64 tokens: the last ones, as if they were alone."""
+    heads, size = 32, 256
+    tokens = 2**31 // (heads * size) + beyond
+    count = -(-tokens // 64)
+    cu = (torch.arange(count + 1, device=device) * 64).clamp(max=tokens).int()
+    q = torch.empty(tokens, heads, size, dtype=torch.bfloat16, device=device)
+    k, v = (torch.randn(tokens, 1, size, dtype=torch.bfloat16, device=device) for _ in range(2))
+    first = int(cu[-3])
+    for part in (q[:64], q[first:]):
+        part.normal_()
+    q[64:first] = 0
+    bounds = {"max_seqlen_q": 64, "max_seqlen_k": 64, "causal": True}
+    out, lse = tritonattn.flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, return_lse=True, **bounds)
+    for rows, own in ((slice(0, 64), cu[:2]), (slice(first, tokens), cu[-3:] - first)):
+        alone = tritonattn.flash_attn_varlen_func(q[rows], k[rows], v[rows], cu_seqlens_q=own, cu_seqlens_k=own, return_lse=True, **bounds)
+        assert torch.equal(out[rows], alone[0]) and torch.equal(lse[:, rows], alone[1])

@@ -8,6 +8,9 @@ import torch
 import tritonattn
 from tests import cases
 from tritonattn.batch import Kind
+from tritonattn.plan import decode_plan
+from tritonattn.problem import AttnProblem
+from tritonattn.tuning.arch import assume, by_name
 
 MIXED = [(1, 40), (1, 7), (30, 126), (20, 20)]  # decode, decode, extend, prefill
 
@@ -233,3 +236,19 @@ def test_prefill_needs_no_cache(device):
     router, args = case.router(device), case.arguments(device) | {"k_cache": None, "v_cache": None}
     out, lse = router.run(router.plan([5, 20], [5, 20], None), **args, return_lse=True)
     case.oracle().check(out, lse, slice(0, 25))
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950", "sm_90"])
+@pytest.mark.parametrize("heads", [(32, 8), (64, 4), (8, 8)], ids=str)
+def test_case_79_splits_do_not_grow_with_the_batch(arch, heads):
+    """In the op and in the router; at 256 short sequences there is nothing to merge."""
+    problem = AttnProblem(*heads, 128, 128, torch.bfloat16, torch.bfloat16, "plain", 16, True)
+    facts = by_name(arch)
+    for length in (256, 8192, 131072):
+        splits = [decode_plan(facts, problem, batch, 1, length).num_splits for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256, 1024)]
+        assert splits == sorted(splits, reverse=True) and splits[-1] == 1
+    with assume(facts):
+        router = tritonattn.Router(*heads, 128, dtype=torch.bfloat16, device="cpu", kv_layout="nhd", block_size=16)
+        for length in (256, 8192):
+            most = [int(router.plan([1] * n, [length] * n, torch.zeros(n, length // 16).int()).decode.splits.max()) for n in (1, 4, 16, 64, 256)]
+            assert most == sorted(most, reverse=True) and most[-1] == 1

@@ -16,7 +16,7 @@ from tritonattn.tile.kv_load import descale, upcast
 from tritonattn.tile.wave_load import column_of, first_tokens, load_k_plain, load_k_preshuffled, load_v_plain, load_v_preshuffled, wave_tokens
 from tritonattn.tuning.codegen import hot_loops
 
-P_LOG2 = tl.constexpr(7)  # with an fp8 cache, exp2 of this is the largest P: a good half of the largest e4m3 of either kind
+P_LOG2 = tl.constexpr(7)  # with an fp8 cache, exp2 of this is the largest P of a tile: a good half of the largest e4m3 of either kind
 MERGE_BYTES = tl.constexpr(16384)  # LDS that the final merge may take, so that registers alone set the occupancy
 
 
@@ -64,7 +64,7 @@ def split_p(p, dtype: tl.constexpr):
 
 @triton.jit
 def attend_tile(
-    q0, q1, rest0, rest1, acc0, acc1, m, l, k, v, table, n0, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap,
+    q0, q1, rest0, rest1, acc0, acc1, m, l, top, k, v, table, n0, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap,
     stride_k_block, stride_k_token, stride_v_block, stride_v_token,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr, SHUFFLED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -86,7 +86,10 @@ def attend_tile(
     if MASKED:
         seen = mask.tile_mask(keys, row_lo[:, :, None], row_hi[:, :, None], WINDOW_LEFT)
         s = tl.where(seen, s, softmax.NEG_INF)
-    p, alpha, m, l = softmax.online_step(s, m, l, factor, MASKED, P_LOG2 if FP8 else 0)
+    if FP8:
+        p, alpha, m, l, top = softmax.online_step_narrow(s, m, l, top, factor, MASKED, P_LOG2)
+    else:
+        p, alpha, m, l = softmax.online_step(s, m, l, factor, MASKED)
     rest = p
     if FP8:
         p, rest = split_p(p, COMPUTE)
@@ -96,7 +99,7 @@ def attend_tile(
     if V1 > 0:
         v1 = load_v(v, table, n0, lo, hi, stride_v_block, stride_v_token, V0, DV, V1, SHUFFLED, BLOCK_SIZE, VEC, X, WAVES, PARTS, TOKENS, ORD, RUN, MASKED)
         acc1 = dot_split(p, rest, v1 if FP8 else upcast(v1, COMPUTE), acc1 * alpha[:, :, None], FP8)
-    return acc0, acc1, m, l
+    return acc0, acc1, m, l, top
 
 
 @triton.jit
@@ -237,6 +240,7 @@ def decode_wave(
         sink = tl.load(sinks + wave_head, mask=wave_ok, other=0.0).to(tl.float32) * softmax.LOG2E
         m = tl.where(owner, sink, m)
         l = tl.where(owner[:, :, None] & (tl.arange(0, TOKENS) == 0)[None, None, :], 1.0, l)
+    top = m
     slope = tl.zeros([WAVES, WAVE_ROWS], tl.float32)
     if alibi_slopes is not None:
         slope = tl.load(alibi_slopes + wave_head, mask=wave_ok, other=0.0).to(tl.float32)
@@ -249,14 +253,14 @@ def decode_wave(
     edges = left + tl.cdiv(tl.maximum(hi - inner_end, 0), BLOCK_N)
     for i in tl.range(0, edges, num_stages=NUM_STAGES):
         n = tl.where(i < left, begin + i * BLOCK_N, inner_end + (i - left) * BLOCK_N)
-        acc0, acc1, m, l = attend_tile(
-            q0, q1, rest0, rest1, acc0, acc1, m, l, k, v, table, n, lo, hi, row_lo, row_hi, slope, wave_query + diag, scale, softcap,
+        acc0, acc1, m, l, top = attend_tile(
+            q0, q1, rest0, rest1, acc0, acc1, m, l, top, k, v, table, n, lo, hi, row_lo, row_hi, slope, wave_query + diag, scale, softcap,
             stride_k_block, stride_k_token, stride_v_block, stride_v_token, D0, D1, D, V0, V1, DV, SOFTCAP, alibi_slopes is not None,
             WINDOW_LEFT, SHUFFLED, BLOCK_SIZE, VEC, X, True, WAVE_ROWS, WAVES, PARTS, TOKENS, ORD, CHEAP_P, COMPUTE, FP8,
         )  # fmt: skip
     for n in tl.range(inner_begin, inner_end, BLOCK_N, num_stages=NUM_STAGES):
-        acc0, acc1, m, l = attend_tile(
-            q0, q1, rest0, rest1, acc0, acc1, m, l, k, v, table, n, lo, hi, row_lo, row_hi, slope, wave_query + diag, scale, softcap,
+        acc0, acc1, m, l, top = attend_tile(
+            q0, q1, rest0, rest1, acc0, acc1, m, l, top, k, v, table, n, lo, hi, row_lo, row_hi, slope, wave_query + diag, scale, softcap,
             stride_k_block, stride_k_token, stride_v_block, stride_v_token, D0, D1, D, V0, V1, DV, SOFTCAP, alibi_slopes is not None,
             WINDOW_LEFT, SHUFFLED, BLOCK_SIZE, VEC, X, False, WAVE_ROWS, WAVES, PARTS, TOKENS, ORD, CHEAP_P, COMPUTE, FP8,
         )  # fmt: skip

@@ -50,7 +50,7 @@ def add_values(
 
 @triton.jit
 def mla_tile(
-    q, q_rope, acc0, acc1, acc2, acc3, m, l, kv_cache, table, n0, row0, row_end, q_start, lo, hi, row_lo, row_hi, scale, rope_scale,
+    q, q_rope, acc0, acc1, acc2, acc3, m, l, top, kv_cache, table, n0, row0, row_end, q_start, lo, hi, row_lo, row_hi, scale, rope_scale,
     stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_kv_block, stride_kv_token,
     NUM_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, LATENT: tl.constexpr, R: tl.constexpr, ROPE: tl.constexpr,
     X: tl.constexpr, VEC: tl.constexpr, VEC_Q: tl.constexpr, ROWS: tl.constexpr, WAVES: tl.constexpr, TOKENS: tl.constexpr,
@@ -74,7 +74,10 @@ def mla_tile(
     if MASKED:
         keys = n0 + (tl.arange(0, WAVES) * TOKENS)[:, None, None] + wave_tokens(TOKENS, X, False)[None, None, :]
         s = tl.where(mask.tile_mask(keys, row_lo[None, :, None], row_hi[None, :, None], False), s, softmax.NEG_INF)
-    p, alpha, m, l = softmax.online_step(s, m, l, scale, MASKED, P_LOG2 if FP8 else 0)
+    if FP8:
+        p, alpha, m, l, top = softmax.online_step_narrow(s, m, l, top, scale, MASKED, P_LOG2)
+    else:
+        p, alpha, m, l = softmax.online_step(s, m, l, scale, MASKED)
     rest = p
     if FP8:
         p, rest = split_p(p, kv_cache.dtype.element_ty)
@@ -96,7 +99,7 @@ def mla_tile(
         acc3, p, rest, alpha, kv_cache, table, n0, lo, hi, stride_kv_block, stride_kv_token, LATENT, 3 * CHUNK, BLOCK_SIZE, X, VEC, WAVES,
         TOKENS, ORD, FP8, MASKED,
     )  # fmt: skip
-    return acc0, acc1, acc2, acc3, m, l
+    return acc0, acc1, acc2, acc3, m, l, top
 
 
 @triton.jit
@@ -170,6 +173,7 @@ def mla_decode_wave(
     acc2 = acc0
     acc3 = acc0
     m = tl.full([WAVES, ROWS], softmax.NEG_INF, tl.float32)
+    top = m
     l = tl.zeros([WAVES, ROWS], tl.float32)
     kv_scale *= descale(kv_descale, 0, 0)
     scale = qk_scale * descale(q_descale, 0, 0) * kv_scale
@@ -182,8 +186,8 @@ def mla_decode_wave(
     table = block_table + seq.to(tl.int64) * stride_table
     kv = tl.multiple_of(kv_cache + (k_len >> 31).to(tl.int64) * VEC, VEC * kv_cache.dtype.element_ty.primitive_bitwidth // 8)
     for n in tl.range(begin, inner_end, BLOCK_N, num_stages=NUM_STAGES):
-        acc0, acc1, acc2, acc3, m, l = mla_tile(
-            q, rope, acc0, acc1, acc2, acc3, m, l, kv, table, n, row0, row_end, q_start, begin, hi, 0, 0, scale, rope_ratio,
+        acc0, acc1, acc2, acc3, m, l, top = mla_tile(
+            q, rope, acc0, acc1, acc2, acc3, m, l, top, kv, table, n, row0, row_end, q_start, begin, hi, 0, 0, scale, rope_ratio,
             stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_kv_block, stride_kv_token,
             NUM_HEADS, BLOCK_SIZE, LATENT, R, ROPE, X, VEC, VEC_Q, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE, ROPE_SCALED, FP8, False,
         )  # fmt: skip
@@ -191,8 +195,8 @@ def mla_decode_wave(
     rows = row0 + (inner_end >> 30) + tl.arange(0, ROWS)
     row_lo, row_hi = mask.row_limits(rows // NUM_HEADS, diag, hi, k_len, window_right)
     for n in tl.range(inner_end, hi, BLOCK_N, num_stages=NUM_STAGES):
-        acc0, acc1, acc2, acc3, m, l = mla_tile(
-            q, rope, acc0, acc1, acc2, acc3, m, l, kv, table, n, row0, row_end, q_start, begin, hi, row_lo, row_hi, scale, rope_ratio,
+        acc0, acc1, acc2, acc3, m, l, top = mla_tile(
+            q, rope, acc0, acc1, acc2, acc3, m, l, top, kv, table, n, row0, row_end, q_start, begin, hi, row_lo, row_hi, scale, rope_ratio,
             stride_q_token, stride_q_head, stride_rope_token, stride_rope_head, stride_kv_block, stride_kv_token,
             NUM_HEADS, BLOCK_SIZE, LATENT, R, ROPE, X, VEC, VEC_Q, ROWS, WAVES, TOKENS, ORD, CHEAP_P, COMPUTE, ROPE_SCALED, FP8, True,
         )  # fmt: skip

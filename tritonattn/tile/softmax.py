@@ -45,16 +45,15 @@ def modify_scores(s, scale, softcap, slope, distance, SOFTCAP: tl.constexpr, ALI
 
 
 @triton.jit
-def online_step(s, m, l, factor, MASKED: tl.constexpr, P_LOG2: tl.constexpr = 0):
+def online_step(s, m, l, factor, MASKED: tl.constexpr):
     """One tile of scores into the state: returns (p, alpha, m, l); the caller does `acc = acc * alpha + p @ v`.
 
     s       [..., rows, keys] scores, -inf where masked; factor > 0 takes them to log2 units.
     l       [..., rows]; or as s, where the sum over the keys is left for the end and every tile is spared a reduction.
     MASKED  the tile may hold a row without any visible key; unmasked tiles spare the guard.
-    P_LOG2  m is the maximum less this, so that the largest p is 2^P_LOG2; l and acc grow alike.
     """
     axis: tl.constexpr = len(s.shape) - 1
-    m_new = tl.maximum(m, tl.max(s, axis) * factor - P_LOG2)
+    m_new = tl.maximum(m, tl.max(s, axis) * factor)
     shift = safe_max(m_new) if MASKED else m_new
     p = tl.math.exp2(s * factor - tl.expand_dims(shift, axis))
     alpha = tl.math.exp2(m - shift)
@@ -63,6 +62,30 @@ def online_step(s, m, l, factor, MASKED: tl.constexpr, P_LOG2: tl.constexpr = 0)
     else:
         l = l * alpha + tl.sum(p, axis)
     return p, alpha, m_new, l
+
+
+@triton.jit
+def online_step_narrow(s, m, l, top, factor, MASKED: tl.constexpr, P_LOG2: tl.constexpr):
+    """`online_step` for a P of few exponents: the largest p of every tile is 2^P_LOG2, however far it lies below an earlier tile's.
+
+    top is the running maximum. m, what l and acc are relative to, is that of the tile less P_LOG2, so it may fall again (alpha is then
+    above 1), but not further than DROP below top: that keeps l and acc finite, and what is smaller yet does not count in float32.
+    """
+    DROP: tl.constexpr = 64.0
+    axis: tl.constexpr = len(s.shape) - 1
+    tile = tl.max(s, axis) * factor
+    top = tl.maximum(top, tile)
+    m_new = tl.maximum(tile, top - DROP) - P_LOG2
+    if MASKED:
+        m_new = tl.where(tile == NEG_INF, m, m_new)
+    shift = safe_max(m_new) if MASKED else m_new
+    p = tl.math.exp2(s * factor - tl.expand_dims(shift, axis))
+    alpha = tl.math.exp2(m - shift)
+    if len(l.shape) == len(s.shape):
+        l = l * tl.expand_dims(alpha, axis) + p
+    else:
+        l = l * alpha + tl.sum(p, axis)
+    return p, alpha, m_new, l, top
 
 
 @triton.jit
