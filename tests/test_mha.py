@@ -74,6 +74,14 @@ def test_fp8_caches(device, layout, descales):
         cases.extend([(5, 37), (0, 0), (1, 20)], **shape).check(device)
 
 
+@pytest.mark.parametrize("head_size", [40, 72, 120])
+@pytest.mark.parametrize("layout", ["nhd", "hnd"])
+def test_fp8_rows_that_end_within_16_bytes(device, layout, head_size):
+    """What follows them is another head's or token's, or nobody's: it does not count, even as NaN times 0."""
+    shape = {"layout": layout, "kv_dtype": cases.fp8_dtypes(device)[0], "heads": (4, 2), "dtype": torch.bfloat16, "head_size": head_size}
+    cases.decode([(1, 37), (2, 70), (1, 1)], **shape).check(device, num_splits=2)
+
+
 def test_fp8_queries(device):
     for dtype in cases.fp8_dtypes(device):
         shape = {"heads": (4, 2), "dtype": torch.bfloat16, "q_descale": torch.tensor([0.5, 2.0]), **PER_HEAD}

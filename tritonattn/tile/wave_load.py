@@ -180,10 +180,14 @@ def load_k_plain(
     page, slot = group_slots(n0, group, within, lo, hi, BLOCK_SIZE, PARTS * TOKENS, MASKED)
     block = page_offset(table, page, stride_block, VEC)
     col = on_axis(tl.arange(0, 4), GL, 6) * X + on_axis(tl.arange(0, WIDTH // X // 4), GH, 6) * (4 * X) + D_START
-    if D_START + WIDTH > D_END:
+    if D_END % X == 0:
+        if D_START + WIDTH > D_END:
+            col = col * (col < D_END)
+        col += on_axis(tl.arange(0, X), 5, 6)
+    else:  # the row ends within 16 bytes, and what follows is another's
+        col += on_axis(tl.arange(0, X), 5, 6)
         col = col * (col < D_END)
-    ptr = k + (block + slot * stride_token * VEC) + col + on_axis(tl.arange(0, X), 5, 6)
-    return tl.load(ptr).permute(2, TB, T16, GH, GL, 5).reshape(WAVES, TOKENS, WIDTH)
+    return tl.load(k + (block + slot * stride_token * VEC) + col).permute(2, TB, T16, GH, GL, 5).reshape(WAVES, TOKENS, WIDTH)
 
 
 @triton.jit
