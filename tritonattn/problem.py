@@ -101,6 +101,18 @@ class AttnParams(NamedTuple):
     q_descale: float | Tensor | None = None
     k_descale: float | Tensor | None = None
     v_descale: float | Tensor | None = None
+    out_inverse: tuple[Tensor, Tensor] | None = None
+    """With an 8-bit `out`, the inverse of its scale: by itself, and times `v_descale`."""
+
+    @property
+    def dense(self) -> AttnParams:
+        """For keys and values that are at hand, or were dequantised already."""
+        return self._replace(k_descale=None, v_descale=None if self.out_inverse is None else self.out_inverse[0], out_inverse=None)
+
+    @property
+    def paged(self) -> AttnParams:
+        """For those that are read from the cache as they are."""
+        return self if self.out_inverse is None else self._replace(v_descale=self.out_inverse[1], out_inverse=None)
 
 
 class MlaParams(NamedTuple):

@@ -309,7 +309,7 @@ class Router:
         prefill = plan.prefill
         if prefill is not None and k is not None and v is not None:
             run_prefill(
-                self.dense, params._replace(k_descale=None, v_descale=None), q, k, v, out, lse,
+                self.dense, params.dense, q, k, v, out, lse,
                 cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q, num_seqs=plan.num_seqs, max_seqlen_q=prefill.max_seqlen_q,
                 tiles=prefill.tiles, num_tiles=prefill.num_tiles,
             )  # fmt: skip

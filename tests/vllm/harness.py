@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends import triton_attn
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -134,8 +135,11 @@ class Layer:
     def tokens(self, count, heads):
         return torch.randn(count, heads, self.head_size).to(self.dtype)
 
-    def step(self, requests, *, causal=True, keys=True, built=None, chunk=None, **kwargs):
-        """Writes contexts, then new tokens; returns (out, expected) for the tokens of the requests (query, sequence lengths)."""
+    def step(self, requests, *, causal=True, keys=True, built=None, chunk=None, output_scale=None, **kwargs):
+        """Writes contexts, then new tokens; returns (out, expected) for the tokens of the requests (query, sequence lengths).
+
+        output_scale: the result is written as 8-bit codes of so much.
+        """
         query_lens, seq_lens = [r[0] for r in requests], [r[1] for r in requests]
         table = self.table(seq_lens)
         q, k, v, expected, slots = [], [], [], [], []
@@ -154,8 +158,8 @@ class Layer:
         pad = meta.num_actual_tokens - sum(query_lens)
         q, k, v = (torch.cat([*x, torch.full((pad, *x[0].shape[1:]), float("nan"), dtype=self.dtype)]) for x in (q, k, v))
         self.impl.do_kv_cache_update(self.layer, k, v, self.kv_cache, meta.slot_mapping)
-        out = torch.full_like(q, float("nan"))
+        out = torch.full_like(q, float("nan"), dtype=self.dtype if output_scale is None else current_platform.fp8_dtype())
         if not keys:  # they are in the cache
             k.fill_(float("nan")), v.fill_(float("nan"))
-        self.impl.forward(self.layer, q, k, v, self.kv_cache, self.metadata, out)
+        self.impl.forward(self.layer, q, k, v, self.kv_cache, self.metadata, out, output_scale)
         return out[: sum(query_lens)], torch.cat(expected)

@@ -27,6 +27,9 @@ for kv_cache_dtype in ("auto", "fp8"):
     layer = Layer(dtype=torch.bfloat16, kv_cache_dtype=kv_cache_dtype, head_size=128)
     out, expected = layer.step(v2_order([(1, 33), (20, 50), (3, 20), (20, 20)]))
     print(kv_cache_dtype, layer.impl.kv_layout, float((out.double() - expected).abs().max()))
+    out, expected = layer.step(v2_order([(1, 33), (20, 50), (1, 200), (20, 20)]), output_scale=torch.tensor(1 / 128))
+    most = torch.finfo(out.dtype).max / 128
+    print(f"{kv_cache_dtype}-8bit", layer.impl.kv_layout, float((out.double() / 128 - expected.clamp(-most, most)).abs().max()))
 
 with MonkeyPatch.context() as patch:
     out, expected, _ = run(Mla(patch), [(1, 33), (20, 50), (3, 3)])

@@ -7,6 +7,7 @@ from harness import Layer, attention, common, v2_order
 from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
 from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend
 from vllm.model_executor.layers.attention.encoder_only_attention import create_encoder_only_attention_backend
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -103,3 +104,17 @@ def test_multimodal_ranges(layout):
     else:
         with pytest.raises(NotImplementedError, match="packed"):
             layer.step([(1, 33), (20, 20)], built=build)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_quantised_output(layout, kv_cache_dtype):
+    """The codes nearest to the result over the scale, from every path, and the largest of them beyond their range."""
+    layer = Layer(kv_cache_dtype=kv_cache_dtype)
+    assert layer.impl.fused_output_quant_supported(kFp8StaticTensorSym)
+    scale = torch.tensor(0.0015)  # the largest code is 0.67
+    out, expected = layer.step(v2_order([(1, 33), (40, 100), (3, 20), (20, 20), (1, 200)]), output_scale=scale)
+    got = out.double() * scale.double()
+    expected = expected.clamp(-448 * scale.double(), 448 * scale.double())
+    assert (expected.abs() == 448 * scale.double()).any() and got.isfinite().all()
+    noise = 0 if kv_cache_dtype == "auto" else 0.1  # of keys and values in 8 bits
+    assert ((got - expected).abs() <= (2**-4 + 1e-3) * expected.abs() + 2**-10 * scale + noise).all()

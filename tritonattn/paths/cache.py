@@ -14,17 +14,9 @@ from tritonattn.paths import launch
 from tritonattn.plan import descale as descale_of
 from tritonattn.plan import power_of_two
 from tritonattn.tile import kv_load, seqlens
-from tritonattn.tile.fp8 import to_fp8_bits
+from tritonattn.tile.fp8 import FP8_FORMATS, to_fp8_bits
 from tritonattn.tuning.arch import Arch, detect
 from tritonattn.tuning.table import Row, lookup
-
-# (largest value, mantissa bits, exponent bias, code of NaN, has a negative zero)
-FP8_FORMATS = {
-    torch.float8_e4m3fn: (448.0, 3, 7, 0x7F, True),
-    torch.float8_e4m3fnuz: (240.0, 3, 8, 0x80, False),
-    torch.float8_e5m2: (57344.0, 2, 15, 0x7F, True),
-    torch.float8_e5m2fnuz: (57344.0, 2, 16, 0x80, False),
-}
 
 
 @triton.jit

@@ -28,7 +28,7 @@ from tritonattn.tuning.table import Row, lookup
 def combine(
     out, lse, part_out, part_lse, cu_seqlens_q, merges,
     stride_out_token, stride_out_head, stride_lse_head, num_splits, max_seqlen_q,
-    NUM_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, VEC_OUT: tl.constexpr, BLOCK_S: tl.constexpr,
+    NUM_HEADS: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, VEC_OUT: tl.constexpr, OUT_FP8: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """One output row per program: grid (heads, num_seqs or num_merges * max_seqlen_q); parts are as `tile.store` leaves them.
 
@@ -66,7 +66,7 @@ def combine(
         acc = acc * alpha[:, None] + tl.sum(tl.trans(p) * x, 0)[None, :]
     inverse, lse_row = softmax.finish(m, l)
     o = out + (token.to(tl.int64) * stride_out_token + head * stride_out_head) * VEC_OUT
-    tl.store(o + c[None, :], (acc * inverse[:, None]).to(out.dtype.element_ty), mask=(c < DV)[None, :])
+    tl.store(o + c[None, :], store.convert(acc * inverse[:, None], out, OUT_FP8), mask=(c < DV)[None, :])
     if lse is not None:
         tl.store(lse + head.to(tl.int64) * stride_lse_head + token + tl.zeros([1], tl.int32), lse_row * softmax.LN2)
 
@@ -114,8 +114,9 @@ def take_parts(problem: AttnProblem, num_parts: int, max_seqlen_q: int, scratch:
 def run_combine(
     problem: AttnProblem, out: Tensor, lse: Tensor | None, part_out: Tensor, part_lse: Tensor, *,
     cu_seqlens_q: Tensor | None, num_seqs: int, max_seqlen_q: int, num_splits: int, work: DecodeWork | None = None,
+    fp8: tuple | None = None,
 ) -> None:  # fmt: skip
-    """Parts of `decode` into `out` and `lse`: those that `work` lists, or num_splits of each of num_seqs sequences."""
+    """Parts of `decode` into `out` and `lse`: those that `work` lists, or num_splits of each of num_seqs sequences. `out`, fp8: see `launch.codes`."""
     num_merges, merges = (num_seqs, None) if work is None else (work.num_merges, work.merges)
     if not num_merges:
         return
@@ -127,7 +128,7 @@ def run_combine(
             out, lse, part_out, part_lse, cu_seqlens_q, merges,
             out.stride(0) // vec, out.stride(1) // vec, 0 if lse is None else lse.stride(0), num_splits, max_seqlen_q,
         ),
-        {"VEC_OUT": vec}, static, row,
+        {"VEC_OUT": vec, "OUT_FP8": fp8}, static, row,
     )  # fmt: skip
 
 

@@ -140,7 +140,7 @@ def decode(
     # problem
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
-    VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, OUT_FP8: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     COMPUTE: tl.constexpr, SPLIT: tl.constexpr, SAME_STRIDES: tl.constexpr,
     # tile
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, FP8_HALF: tl.constexpr, CONVERT_ONCE: tl.constexpr,
@@ -277,13 +277,17 @@ def decode(
         acc1 = acc1 * inverse[:, None]
     part = store.part_rows(place, query, head, max_seqlen_q, NUM_HEADS)
     if not SPLIT:
-        store.store_result(out, lse, tokens, head, row_ok, acc0, acc1, lse_row, stride_out_token, stride_out_head, stride_lse_head, VEC_OUT, V0, V1, DV)
+        store.store_result(
+            out, lse, tokens, head, row_ok, acc0, acc1, lse_row, stride_out_token, stride_out_head, stride_lse_head, VEC_OUT, V0, V1, DV, OUT_FP8
+        )
     elif work is None:
         store.store_part(part_out, part_lse, part, row_ok, acc0, acc1, lse_row, V0, V1, DV)
     elif splits > 1:
         store.store_part(part_out, part_lse, part, row_ok, acc0, acc1, lse_row, V0, V1, DV)
     else:
-        store.store_result(out, lse, tokens, head, row_ok, acc0, acc1, lse_row, stride_out_token, stride_out_head, stride_lse_head, VEC_OUT, V0, V1, DV)
+        store.store_result(
+            out, lse, tokens, head, row_ok, acc0, acc1, lse_row, stride_out_token, stride_out_head, stride_lse_head, VEC_OUT, V0, V1, DV, OUT_FP8
+        )
 
 
 def run_decode(
@@ -295,12 +299,14 @@ def run_decode(
     splits = plan.num_splits
     if not num_seqs or not q.shape[0]:
         return
+    out, fp8 = launch.codes(out)
     over = (splits, num_seqs) if work is None else (work.num_items, 1)
     part_out = part_lse = None
     if splits > 1 or work is not None:
         part_out, part_lse = take_parts(problem, over[0] * over[1], max_seqlen_q, scratch)
     vec, vec_q, vec_out = launch.vec_width(cache.k, cache.v), launch.vec_width(q), launch.vec_width(out)
     left, right = window(params)
+    params = params.paged
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
     grid = (problem.num_kv_heads * plan.row_blocks, *over)
     start = launch_wave if plan.row.config["form"] == "wave" else partial(launch.run, decode)
@@ -320,7 +326,7 @@ def run_decode(
             ),
             {
                 "VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SOFTCAP": params.softcap > 0, "WINDOW_LEFT": left != UNLIMITED,
-                "SPLIT": part_out is not None, "ROWS": plan.rows,
+                "SPLIT": part_out is not None, "ROWS": plan.rows, "OUT_FP8": fp8,
                 # Twins, as caches usually are, share one set of addresses: room in the registers for another program.
                 "SAME_STRIDES": cache.stride_k_block == cache.stride_v_block and cache.stride_k_token == cache.stride_v_token,
             },
@@ -329,7 +335,7 @@ def run_decode(
         if part_out is not None and part_lse is not None:
             run_combine(
                 problem, out, lse, part_out, part_lse, cu_seqlens_q=cu_seqlens_q, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
-                num_splits=splits, work=work,
+                num_splits=splits, work=work, fp8=fp8,
             )  # fmt: skip
 
 

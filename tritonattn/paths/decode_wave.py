@@ -112,31 +112,31 @@ def rows_at(rows, kv_head, q_len, GROUP: tl.constexpr):
 @triton.jit
 def store_merged(
     out, rows, row_ok, acc, scale, D_START: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, VALID: tl.constexpr,
-    SHUFFLED: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    SHUFFLED: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, FP8: tl.constexpr = None,
 ):  # fmt: skip
     """The sum of `acc` [PARTS, ROWS, COUNT] over the parts times `scale`, in slices whose exchange fits MERGE_BYTES of LDS."""
     if PARTS * ROWS * COUNT * 4 > MERGE_BYTES:
         HALF: tl.constexpr = COUNT // 2
         a, b = acc.reshape(PARTS, ROWS, 2, HALF).permute(0, 1, 3, 2).split()
-        store_merged(out, rows, row_ok, a, scale, D_START, HALF, WIDTH, VALID, SHUFFLED, X, ROWS, PARTS)
-        store_merged(out, rows, row_ok, b, scale, D_START + HALF, HALF, WIDTH, VALID, SHUFFLED, X, ROWS, PARTS)
+        store_merged(out, rows, row_ok, a, scale, D_START, HALF, WIDTH, VALID, SHUFFLED, X, ROWS, PARTS, FP8)
+        store_merged(out, rows, row_ok, b, scale, D_START + HALF, HALF, WIDTH, VALID, SHUFFLED, X, ROWS, PARTS, FP8)
     else:
         o = tl.sum(acc, 0) * scale[:, None]
         columns = D_START + tl.arange(0, COUNT)
         if not SHUFFLED:
             columns = column_of(columns, WIDTH, X)
         ok = row_ok[:, None] & (columns < VALID)[None, :]
-        tl.store(out + rows[:, None] + columns[None, :], o.to(out.dtype.element_ty), mask=ok)
+        tl.store(out + rows[:, None] + columns[None, :], store.convert(o, out, FP8), mask=ok)
 
 
 @triton.jit
 def store_rows(
     out, rows, row_ok, acc0, acc1, scale, lse, lse_rows, lse_ok, lse_row, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
-    SHUFFLED: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    SHUFFLED: tl.constexpr, X: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, FP8: tl.constexpr = None,
 ):  # fmt: skip
-    store_merged(out, rows, row_ok, acc0, scale, 0, V0, V0, DV, SHUFFLED, X, ROWS, PARTS)
+    store_merged(out, rows, row_ok, acc0, scale, 0, V0, V0, DV, SHUFFLED, X, ROWS, PARTS, FP8)
     if V1 > 0:
-        store_merged(out + V0, rows, row_ok, acc1, scale, 0, V1, V1, DV - V0, SHUFFLED, X, ROWS, PARTS)
+        store_merged(out + V0, rows, row_ok, acc1, scale, 0, V1, V1, DV - V0, SHUFFLED, X, ROWS, PARTS, FP8)
     if lse is not None:
         tl.store(lse + lse_rows, lse_row, mask=lse_ok)
 
@@ -165,7 +165,7 @@ def decode_wave(
     # problem
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
-    VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr,
+    VEC: tl.constexpr, VEC_Q: tl.constexpr, VEC_OUT: tl.constexpr, OUT_FP8: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr,
     COMPUTE: tl.constexpr, FP8: tl.constexpr, SPLIT: tl.constexpr,
     # tile
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, WAVES: tl.constexpr, WAVE_ROWS: tl.constexpr,
@@ -280,13 +280,13 @@ def decode_wave(
     part_ok = row_ok & (lse_row != softmax.NEG_INF)
     log = lse_row * softmax.LN2
     if not SPLIT:
-        store_rows(out, out_rows, row_ok, acc0, acc1, inverse, lse, lse_rows, row_ok, log, V0, V1, DV, SHUFFLED, X, ROWS, PARTS)
+        store_rows(out, out_rows, row_ok, acc0, acc1, inverse, lse, lse_rows, row_ok, log, V0, V1, DV, SHUFFLED, X, ROWS, PARTS, OUT_FP8)
     elif work is None:
         store_rows(part_out, part * DV, part_ok, acc0, acc1, inverse, part_lse, part, row_ok, lse_row, V0, V1, DV, SHUFFLED, X, ROWS, PARTS)
     elif splits > 1:
         store_rows(part_out, part * DV, part_ok, acc0, acc1, inverse, part_lse, part, row_ok, lse_row, V0, V1, DV, SHUFFLED, X, ROWS, PARTS)
     else:
-        store_rows(out, out_rows, row_ok, acc0, acc1, inverse, lse, lse_rows, row_ok, log, V0, V1, DV, SHUFFLED, X, ROWS, PARTS)
+        store_rows(out, out_rows, row_ok, acc0, acc1, inverse, lse, lse_rows, row_ok, log, V0, V1, DV, SHUFFLED, X, ROWS, PARTS, OUT_FP8)
 
 
 def lds_traffic(assembly):

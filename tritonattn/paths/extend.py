@@ -67,7 +67,7 @@ def run_extend(
         return k_chunk, v_chunk
 
     run_chunks(
-        problem, params._replace(k_descale=None, v_descale=None), q, k, v, out, lse, load=load, cu_seqlens_q=cu_seqlens_q,
+        problem, params.dense, q, k, v, out, lse, load=load, cu_seqlens_q=cu_seqlens_q,
         context_lens=context_lens, row=row, row_length=row_length, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, chunk=chunk,
         scratch=scratch, tiles=tiles, num_tiles=num_tiles,
     )  # fmt: skip

@@ -17,6 +17,7 @@ from triton.runtime import _allocation
 
 from tritonattn import log
 from tritonattn.paths import replay
+from tritonattn.tile.fp8 import FP8_FORMATS
 from tritonattn.tuning.table import Row
 
 # What the matrix products run in. Triton's interpreter multiplies the bits of bfloat16 as integers: there it is widened.
@@ -46,6 +47,12 @@ def vec_width(*tensors: Tensor) -> int:
             if stride % width:
                 return 1
     return width
+
+
+def codes(out: Tensor) -> tuple[Tensor, tuple | None]:
+    """A result of an 8-bit float type as the bytes that kernels write, and its format; any other as it is."""
+    fp8 = FP8_FORMATS.get(out.dtype)
+    return (out if fp8 is None else out.view(torch.uint8)), fp8
 
 
 def run(kernel: Any, grid: tuple[int, ...], args: tuple, flags: Mapping[str, Any], static: Mapping[str, Any], row: Row) -> None:

@@ -17,7 +17,7 @@ from tritonattn.paths import launch
 from tritonattn.plan import LOG2E, UNLIMITED, compute_dtype, least_contraction, prefill_row, window
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnParams, AttnProblem, split_head_size
-from tritonattn.tile import mask, seqlens, softmax
+from tritonattn.tile import mask, seqlens, softmax, store
 from tritonattn.tile.kv_load import descale, load_2d, upcast
 from tritonattn.tuning.arch import detect
 from tritonattn.tuning.table import Row
@@ -106,7 +106,7 @@ def attend_tile(
 @triton.jit
 def store_output(
     out, lse, acc0, acc1, m, l, head, token0, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head,
-    V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr, VEC_OUT: tl.constexpr,
+    V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr, VEC_OUT: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """The finished rows, from token `token0` on: [rows, DV] of `out` and their natural-log LSE."""
     inverse, lse_row = softmax.finish(m, l)
@@ -114,11 +114,11 @@ def store_output(
     base = out + (token0 * stride_out_token + head.to(tl.int64) * stride_out_head) * VEC_OUT
     index = tl.arange(0, m.shape[0])
     rows = base + (index * stride_out_token * VEC_OUT)[:, None]
-    tl.store(rows + tl.arange(0, V0)[None, :], (acc0 * inverse).to(out.dtype.element_ty), mask=row_ok[:, None])
+    tl.store(rows + tl.arange(0, V0)[None, :], store.convert(acc0 * inverse, out, FP8), mask=row_ok[:, None])
     if V1 > 0:
         c1 = tl.arange(0, V1)
         ok = row_ok[:, None] & (c1 < DV - V0)[None, :]
-        tl.store(rows + V0 + c1[None, :], (acc1 * inverse).to(out.dtype.element_ty), mask=ok)
+        tl.store(rows + V0 + c1[None, :], store.convert(acc1 * inverse, out, FP8), mask=ok)
     if lse is not None:
         tl.store(lse + head.to(tl.int64) * stride_lse_head + token0 + index, lse_row * softmax.LN2, mask=row_ok)
 
@@ -160,7 +160,7 @@ def attend(
     # problem
     PASS: tl.constexpr, KV_SHARED: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
-    VEC: tl.constexpr, VEC_OUT: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr, COMPUTE: tl.constexpr,
+    VEC: tl.constexpr, VEC_OUT: tl.constexpr, OUT_FP8: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr, COMPUTE: tl.constexpr,
     # tile
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, NUM_STAGES: tl.constexpr, CHEAP_P: tl.constexpr, PRELOAD_V: tl.constexpr,
     DESCRIPTORS: tl.constexpr, FENCE: tl.constexpr, NUM_XCDS: tl.constexpr,
@@ -286,7 +286,7 @@ def attend(
         if part_end == k_end:
             store_output(
                 out, lse, acc0, acc1, m, l, head, token0, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head, V0, V1, DV,
-                VEC_OUT,
+                VEC_OUT, OUT_FP8,
             )  # fmt: skip
         else:
             store_state(ml_slot, acc_slot, acc0, acc1, m, l, BLOCK_M, V0, V1, DV)
@@ -294,8 +294,9 @@ def attend(
         store_state(ml_slot, acc_slot, acc0, acc1, m, l, BLOCK_M, V0, V1, DV)
     else:
         store_output(
-            out, lse, acc0, acc1, m, l, head, token0, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head, V0, V1, DV, VEC_OUT
-        )
+            out, lse, acc0, acc1, m, l, head, token0, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head, V0, V1, DV, VEC_OUT,
+            OUT_FP8,
+        )  # fmt: skip
 
 
 def run_prefill(
@@ -331,6 +332,7 @@ def run_pass(
         num_tiles = tile_count(row, num_tokens, num_seqs)
     if not num_tiles or not num_tokens:
         return
+    out, fp8 = launch.codes(out)
     vec, vec_out = launch.vec_width(q, k, v), launch.vec_width(out)
     left, right = window(params)
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
@@ -349,7 +351,7 @@ def run_pass(
                 params.softmax_scale * LOG2E * q_scale.factor * k_scale.factor, v_scale.factor, params.softcap, left, right,
             ),
             {
-                "PASS": kind, "KV_SHARED": kv_shared, "VEC": vec, "VEC_OUT": vec_out, "SOFTCAP": params.softcap > 0,
+                "PASS": kind, "KV_SHARED": kv_shared, "VEC": vec, "VEC_OUT": vec_out, "OUT_FP8": fp8, "SOFTCAP": params.softcap > 0,
                 "WINDOW_LEFT": left != UNLIMITED, "DESCRIPTORS": descriptors,
             },
             _static(row, problem, detect(q.device).dies), row,

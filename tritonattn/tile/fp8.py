@@ -4,8 +4,17 @@ The same bits come out on every backend and for every type: Triton's own convers
 (gfx942: e4m3fn), and its interpreter truncates.
 """
 
+import torch
 import triton
 import triton.language as tl
+
+# (largest value, mantissa bits, exponent bias, code of NaN, has a negative zero)
+FP8_FORMATS = {
+    torch.float8_e4m3fn: (448.0, 3, 7, 0x7F, True),
+    torch.float8_e4m3fnuz: (240.0, 3, 8, 0x80, False),
+    torch.float8_e5m2: (57344.0, 2, 15, 0x7F, True),
+    torch.float8_e5m2fnuz: (57344.0, 2, 16, 0x80, False),
+}
 
 
 @triton.jit

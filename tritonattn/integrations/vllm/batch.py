@@ -191,7 +191,7 @@ class Planner(Router):
             )  # fmt: skip
         if prefill is not None and k is not None and v is not None:
             run_prefill(
-                self.dense, params._replace(k_descale=None, v_descale=None), q, k, v, out, None, cu_seqlens_q=cu_seqlens_q,
+                self.dense, params.dense, q, k, v, out, None, cu_seqlens_q=cu_seqlens_q,
                 cu_seqlens_k=cu_seqlens_q, num_seqs=count, max_seqlen_q=prefill.max_seqlen_q, tiles=prefill.tiles,
                 num_tiles=prefill.num_tiles,
             )  # fmt: skip

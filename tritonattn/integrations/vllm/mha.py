@@ -118,6 +118,7 @@ class Impl(stock.TritonAttentionImpl):
         self._seen: Tensor | None = None
         self._view: CacheView | None = None
         self._kind: tuple[tuple, Kind] | None = None
+        self._inverse: tuple[Tensor, tuple[Tensor, Tensor]] | None = None
         softcap = float(self.logits_soft_cap)
         self.params = AttnParams(self.scale, True, self.sliding_window, softcap, None, self.sinks)
 
@@ -141,7 +142,7 @@ class Impl(stock.TritonAttentionImpl):
         return bool(self.stock_reasons) or hasattr(layer, "sink_len")  # StaticSinkAttention writes the cache itself, in vLLM's format
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        return bool(self.stock_reasons) and super().fused_output_quant_supported(quant_key)
+        return super().fused_output_quant_supported(quant_key)  # 8-bit results with a scale per tensor, which stays as it is
 
     def fused_rope_kvcache_supported(self) -> bool:
         return bool(self.stock_reasons) and super().fused_rope_kvcache_supported()
@@ -151,6 +152,13 @@ class Impl(stock.TritonAttentionImpl):
         if self._slopes is None and self.alibi_slopes is not None:
             self._slopes = self.alibi_slopes.to(device)
         return self._slopes
+
+    def _of_output(self, output_scale: Tensor, v_scale: Tensor | None) -> tuple[Tensor, Tensor]:
+        """`AttnParams.out_inverse`. Both scales stay what they are at the first step."""
+        if self._inverse is None or self._inverse[0] is not output_scale:
+            inverse = output_scale.float().reciprocal().reshape(1)
+            self._inverse = output_scale, (inverse, inverse if v_scale is None else inverse * v_scale.float())
+        return self._inverse[1]
 
     def _cache(self, kv_cache: Tensor) -> CacheView:
         if self._view is None or self._seen is not kv_cache:
@@ -180,16 +188,19 @@ class Impl(stock.TritonAttentionImpl):
             if self.kv_layout != "packed":
                 raise NotImplementedError(f"causality per request and multimodal ranges are vLLM's own kernels; set {layout.SETTING}=packed")
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale)
-        if output_scale is not None or output_block_scale is not None:
-            raise NotImplementedError("fused output quantization is not supported")
+        if output_block_scale is not None:
+            raise NotImplementedError("fused output quantization with a scale per block is not supported")
         params = self.params._replace(causal=causal, alibi_slopes=self.slopes(query.device))
+        if output_scale is not None:
+            params = params._replace(out_inverse=self._of_output(output_scale, layer._v_scale if self._fp8 else None))
         if self.attn_type in ENCODERS:
-            return self._encode(params._replace(causal=False), query, key, value, attn_metadata, output)
+            return self._encode(params.dense._replace(causal=False), query, key, value, attn_metadata, output)
         if self._fp8:
             params = params._replace(k_descale=layer._k_scale, v_descale=layer._v_scale)
         cache = self._cache(kv_cache)
         plan = self._plan(attn_metadata.batch, query.dtype, causal, key is None or value is None)
-        warm.once(plan.planner.kind, query.device, lambda: attn_metadata.warm(plan.planner.kind, self, params, query, key, value, cache, output))
+        kind = plan.planner.kind
+        warm.once((kind, output.dtype), query.device, lambda: attn_metadata.warm(kind, self, params, query, key, value, cache, output))
         plan.planner.launch(plan, attn_metadata.batch, params, query, key, value, cache, output)
         return output
 
