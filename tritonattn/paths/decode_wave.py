@@ -11,7 +11,7 @@ import triton.language as tl
 
 from tritonattn.paths import launch
 from tritonattn.tile import mask, seqlens, softmax, store
-from tritonattn.tile.fp8 import fp8_range, split_fp8
+from tritonattn.tile.fp8 import fp8_range, split_fp8, third_fp8
 from tritonattn.tile.kv_load import descale, upcast
 from tritonattn.tile.wave_load import column_of, first_tokens, load_k_plain, load_k_preshuffled, load_v_plain, load_v_preshuffled, wave_tokens
 from tritonattn.tuning.codegen import hot_loops
@@ -64,7 +64,7 @@ def split_p(p, dtype: tl.constexpr):
 
 @triton.jit
 def attend_tile(
-    q0, q1, rest0, rest1, acc0, acc1, m, l, top, k, v, table, n0, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap,
+    q0, q1, rest0, rest1, third0, third1, acc0, acc1, m, l, top, k, v, table, n0, lo, hi, row_lo, row_hi, slope, row_position, factor, softcap,
     stride_k_block, stride_k_token, stride_v_block, stride_v_token,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
     SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr, SHUFFLED: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -76,9 +76,14 @@ def attend_tile(
     k0 = load_k(k, table, n0, lo, hi, stride_k_block, stride_k_token, 0, D, D0, SHUFFLED, BLOCK_SIZE, VEC, X, WAVES, PARTS, TOKENS, ORD, MASKED)
     s = tl.zeros([WAVES, ROWS, TOKENS], tl.float32)
     s = dot_split(q0, rest0, tl.permute(k0 if FP8 else upcast(k0, COMPUTE), (0, 2, 1)), s, FP8)
+    THIRD: tl.constexpr = FP8 and (COMPUTE == tl.float8e5 or COMPUTE == tl.float8e5b16)
+    if THIRD:
+        s = tl.dot(third0, tl.permute(k0, (0, 2, 1)), s)
     if D1 > 0:
         k1 = load_k(k, table, n0, lo, hi, stride_k_block, stride_k_token, D0, D, D1, SHUFFLED, BLOCK_SIZE, VEC, X, WAVES, PARTS, TOKENS, ORD, MASKED)
         s = dot_split(q1, rest1, tl.permute(k1 if FP8 else upcast(k1, COMPUTE), (0, 2, 1)), s, FP8)
+        if THIRD:
+            s = tl.dot(third1, tl.permute(k1, (0, 2, 1)), s)
     v0 = load_v(v, table, n0, lo, hi, stride_v_block, stride_v_token, 0, DV, V0, SHUFFLED, BLOCK_SIZE, VEC, X, WAVES, PARTS, TOKENS, ORD, RUN, MASKED)
 
     keys = n0 + first_tokens(WAVES, PARTS, TOKENS)[:, None, None] + wave_tokens(TOKENS, X, SHUFFLED)[None, None, :]
@@ -219,15 +224,21 @@ def decode_wave(
     scale = qk_scale * descale(q_descale, kv_head, stride_q_descale) * descale(k_descale, kv_head, stride_k_descale)
     rest0 = q0
     rest1 = q1
+    third0 = q0
+    third1 = q1
     if FP8:
         largest = tl.max(tl.abs(q0.to(tl.float32)))
         if D1 > 0:
             largest = tl.maximum(largest, tl.max(tl.abs(q1.to(tl.float32))))
         up, down = fp8_range(largest)
         scale = scale * down
-        q0, rest0 = split_fp8(q0.to(tl.float32) * up, COMPUTE)
+        wide = q0.to(tl.float32) * up
+        q0, rest0 = split_fp8(wide, COMPUTE)
+        third0 = third_fp8(wide, q0, rest0)
         if D1 > 0:
-            q1, rest1 = split_fp8(q1.to(tl.float32) * up, COMPUTE)
+            wide = q1.to(tl.float32) * up
+            q1, rest1 = split_fp8(wide, COMPUTE)
+            third1 = third_fp8(wide, q1, rest1)
     else:
         q0 = upcast(q0, COMPUTE)
         q1 = upcast(q1, COMPUTE)
@@ -254,13 +265,13 @@ def decode_wave(
     for i in tl.range(0, edges, num_stages=NUM_STAGES):
         n = tl.where(i < left, begin + i * BLOCK_N, inner_end + (i - left) * BLOCK_N)
         acc0, acc1, m, l, top = attend_tile(
-            q0, q1, rest0, rest1, acc0, acc1, m, l, top, k, v, table, n, lo, hi, row_lo, row_hi, slope, wave_query + diag, scale, softcap,
+            q0, q1, rest0, rest1, third0, third1, acc0, acc1, m, l, top, k, v, table, n, lo, hi, row_lo, row_hi, slope, wave_query + diag, scale, softcap,
             stride_k_block, stride_k_token, stride_v_block, stride_v_token, D0, D1, D, V0, V1, DV, SOFTCAP, alibi_slopes is not None,
             WINDOW_LEFT, SHUFFLED, BLOCK_SIZE, VEC, X, True, WAVE_ROWS, WAVES, PARTS, TOKENS, ORD, CHEAP_P, COMPUTE, FP8,
         )  # fmt: skip
     for n in tl.range(inner_begin, inner_end, BLOCK_N, num_stages=NUM_STAGES):
         acc0, acc1, m, l, top = attend_tile(
-            q0, q1, rest0, rest1, acc0, acc1, m, l, top, k, v, table, n, lo, hi, row_lo, row_hi, slope, wave_query + diag, scale, softcap,
+            q0, q1, rest0, rest1, third0, third1, acc0, acc1, m, l, top, k, v, table, n, lo, hi, row_lo, row_hi, slope, wave_query + diag, scale, softcap,
             stride_k_block, stride_k_token, stride_v_block, stride_v_token, D0, D1, D, V0, V1, DV, SOFTCAP, alibi_slopes is not None,
             WINDOW_LEFT, SHUFFLED, BLOCK_SIZE, VEC, X, False, WAVE_ROWS, WAVES, PARTS, TOKENS, ORD, CHEAP_P, COMPUTE, FP8,
         )  # fmt: skip

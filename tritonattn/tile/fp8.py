@@ -43,6 +43,15 @@ def fp8_range(largest):
 
 
 @triton.jit
+def third_fp8(x, high, rest):
+    """What `split_fp8` leaves of x, as a third number for e5m2, which then has 9 bits; `rest` for e4m3, which needs none."""
+    third = rest
+    if rest.dtype == tl.float8e5 or rest.dtype == tl.float8e5b16:
+        third = (x - high.to(tl.float32) - rest.to(tl.float32)).to(rest.dtype)
+    return third
+
+
+@triton.jit
 def split_fp8(x, dtype: tl.constexpr):
     """(high, rest) of an 8-bit float type whose sum is x: to 8 bits in e4m3, to 6 in e5m2. Two fp8 products then stand for one in bfloat16.
 
