@@ -17,7 +17,7 @@ BLOCKS = [(language, body) for language, body in re.findall(r"^```(\w*)\n(.*?)^`
 COMMANDS = sorted({line for language, body in BLOCKS if language == "sh" for line in body.splitlines()}
                   | set(re.findall(r"`((?:pip install|make|tritonattn) [^`]+)`", README)))
 
-LONG = {"bench", "demo", "check", "warmup", "tune", "model"}
+LONG = {"bench", "demo", "check", "warmup", "tune", "model", "fuzz", "soak"}
 
 
 def test_each_block_has_a_language_that_is_run():
