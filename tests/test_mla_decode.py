@@ -209,6 +209,20 @@ def test_deepseek_sizes(device, heads, kv_dtype):
         case.check(device, num_splits=num_splits)
 
 
+@pytest.mark.parametrize("block_size, rest", [
+    (64, {}),
+    (16, {"options": {"causal": False}}),
+    (48, {"kv_descale": 0.5, "rope_descale": 0.25}),
+    (128, {"dtype": torch.float16}),
+])  # fmt: skip
+def test_many_heads(device, block_size, rest):
+    """Rows of 512 + 64 and 64 query rows a program; on CDNA every tile of 256 tokens is full, ragged or both."""
+    rest = {"dtype": torch.bfloat16, **rest}
+    case = mla_cases.decode([(4, 300), (1, 257), (0, 0), (5, 256), (1, 1)], heads=16, latent=512, rope=64, block_size=block_size, **rest)
+    for num_splits in (1, 2):
+        case.check(device, num_splits=num_splits)
+
+
 # -- plan -----------------------------------------------------------------------------------------------------
 
 

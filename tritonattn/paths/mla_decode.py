@@ -4,7 +4,7 @@ All heads share one cached row per token: the whole of it (latent + rope) is K a
 used twice. The query rows of a sequence, (query token, head), form blocks; each block is a program of its own, and the blocks of one
 sequence and split run side by side, so that one read from memory serves them all through the L2. A split takes a contiguous part of
 the keys, as in `decode`, and `combine` merges the splits. This is the portable form of the kernel; `mla_decode_wave` is the one
-for CDNA.
+for CDNA, and `mla_decode_wide` that for CDNA and many heads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tritonattn.paths import launch, mla_decode_wave
+from tritonattn.paths import launch, mla_decode_wave, mla_decode_wide
 from tritonattn.paths.combine import run_combine, take_parts
 from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, least_contraction, power_of_two
 from tritonattn.plan import descale as descale_of
@@ -224,8 +224,7 @@ def run_mla_decode(
     q_scale, kv_scale = descale_of(params.q_descale), descale_of(params.kv_descale)
     rope_scale = descale_of(params.kv_descale if params.rope_descale is None else params.rope_descale)
     flags = {"VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SPLIT": part_out is not None, "ROWS": plan.rows}
-    static = _static(plan.row, problem)
-    start = mla_decode_wave.launch_wave if plan.row.config["form"] == "wave" else partial(launch.run, mla_decode)
+    start, static = _form(plan.row, problem, flags, q, kv_cache)
     with launch.on(q, plan.row):
         start(
             (plan.row_blocks, *over),
@@ -248,12 +247,30 @@ def run_mla_decode(
             )  # fmt: skip
 
 
+def _form(row: Row, problem: AttnProblem, flags: dict, q: Tensor, kv_cache: Tensor):
+    """(what launches it, its constexprs) of the form that the table row asks for, or of the portable one where `wide` does not serve."""
+    form = row.config["form"]
+    static = _static(row, problem)
+    if form == "wave":
+        return mla_decode_wave.launch_wave, static
+    if form == "wide":
+        if mla_decode_wide.serves(static, flags, q, kv_cache):
+            return mla_decode_wide.launch_wide, static
+        static = _static(row, problem, most_keys=32)
+    return partial(launch.run, mla_decode), static
+
+
 @lru_cache(maxsize=1024)
-def _static(row: Row, problem: AttnProblem) -> dict:
+def _static(row: Row, problem: AttnProblem, most_keys: int | None = None) -> dict:
+    """most_keys: the largest tile, where the row's is meant for a form that keeps none in LDS."""
     latent, rope = problem.v_head_size, problem.head_size - problem.v_head_size
     l0, _, l1 = split_head_size(latent)
     l1 = max(l1, least_contraction(row)) if l1 else 0
     tile = {name: value for name, value in {"SCORES_ONCE": False, "TAIL_APART": False, **row.constexprs}.items() if name != "BLOCK_H"}
+    if most_keys:
+        tile["BLOCK_N"] = min(tile["BLOCK_N"], most_keys)
+        for name in ("CHEAP_P", "ROWS_IN_LOOP"):
+            tile.pop(name, None)
     return {
         "NUM_HEADS": problem.num_q_heads, "BLOCK_SIZE": problem.block_size, "L0": l0, "L1": l1, "LATENT": latent,
         "R": power_of_two(max(rope, least_contraction(row))), "ROPE": rope, "COMPUTE": launch.TRITON_DTYPES[compute_dtype(problem)], **tile,
