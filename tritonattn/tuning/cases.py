@@ -23,7 +23,7 @@ from .models import MODELS, Model, model
 ENTRY_POINTS = {
     "prefill": ("attend",),
     "decode": ("decode", "decode_wave"),
-    "mla_decode": ("mla_decode", "mla_decode_wave"),
+    "mla_decode": ("mla_decode", "mla_decode_wave", "mla_decode_wide"),
     "combine": ("combine",),
     "cache_write": ("write", "write_latent"),
     "gather": ("gather",),

@@ -38,10 +38,14 @@ PROMISING = 1.5  # timed: candidates predicted within this factor of the best pr
 
 
 def space(kernel: str, arch: Arch) -> list[dict[str, Any]]:
-    """All candidates of a kernel: the product of the axes in space.json, for the arch or its nearest kin."""
+    """All candidates of a kernel: the product of the axes in space.json, for the arch or its nearest kin.
+
+    Later axes have the last word: a form that fits one tile alone names all of it, and counts once.
+    """
     axes = json.loads(Path(__file__).with_name("space.json").read_text(encoding="utf-8"))
     chosen = axes.get(arch.name) or axes[arch.table]
-    return [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*chosen[kernel])]
+    configs = [{k: v for part in parts for k, v in part.items()} for parts in itertools.product(*chosen[kernel])]
+    return list({json.dumps(config, sort_keys=True): config for config in configs}.values())
 
 
 @dataclass(frozen=True)
