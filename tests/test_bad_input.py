@@ -300,3 +300,28 @@ def test_an_overwritten_plan_is_refused(device):
     one.plan([1, 1], [6, 6], table)
     with pytest.raises(ValueError, match="plan must be the latest of its batch size"):
         one.run(old, **run_arguments(device))
+
+
+def test_a_plan_of_another_router_is_refused(device):
+    """Layers with and without a window have a router each: a plan says what its own needs."""
+    table = ints(2, 4).to(device)
+    one, other = router(device), router(device)
+    for lens in (([1, 1], [5, 5]), ([1, 2], [5, 6])):
+        one.plan(*lens, table)
+        with pytest.raises(ValueError, match="that this router made"):
+            one.run(other.plan(*lens, table), **run_arguments(device))
+
+
+@pytest.mark.parametrize("lens", [-(2**32) + 1, -(2**40)])
+def test_lengths_do_not_wrap(device, lens):
+    with pytest.raises(ValueError, match="query_lens must be at least 0"):
+        router(device).plan([1, lens], [20, 7], ints(2, 4).to(device))
+
+
+def test_a_table_without_columns_is_refused(device):
+    cache = torch.zeros(4, 16, 2, 64, device=device)
+    with pytest.raises(ValueError, match="block_table must have a column"):
+        tritonattn.decode_attention(
+            torch.zeros(2, 4, 64, device=device), cache, cache, seqused_k=ints(2).to(device), block_table=ints(2, 0).to(device), max_seqlen_k=20,
+            kv_layout="nhd",
+        )  # fmt: skip

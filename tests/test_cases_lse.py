@@ -5,6 +5,7 @@ Every other test that compares an output compares the LSE too (case 67): `cases.
 
 import math
 
+import pytest
 import torch
 
 import tritonattn
@@ -60,3 +61,23 @@ def test_case_67_lse_alone_is_asked_of_every_path(device):
     k_cache, v_cache, table = (x.to(device) for x in case.cache.poisoned("nan"))
     alone = tritonattn.decode_attention(**args, k_cache=k_cache, v_cache=v_cache, block_table=table, num_splits=2)
     assert torch.equal(alone[: case.rows], out)
+
+
+@pytest.mark.parametrize("cu_seqlens_q", [None, [0, 1]])
+def test_padding_has_the_lse_of_no_keys(device, cu_seqlens_q):
+    """Merged later, anything else would count."""
+    q, cache = torch.randn(3, 4, 64, device=device), torch.randn(4, 16, 2, 64, device=device)
+    ints = lambda *values: torch.tensor(values, dtype=torch.int32, device=device)  # noqa: E731
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # what torch.empty gives is then NaN
+    try:
+        starts = None if cu_seqlens_q is None else ints(*cu_seqlens_q)
+        options = {"block_table": ints(1)[None], "kv_layout": "nhd", "return_lse": True}
+        _, lse = tritonattn.decode_attention(q, cache, cache, seqused_k=ints(5), max_seqlen_k=5, cu_seqlens_q=starts, **options)
+        assert lse[:, 0].isfinite().all() and (lse[:, 1:] == -torch.inf).all()
+        _, lse = tritonattn.extend_attention(
+            q, None, None, cache, cache, cu_seqlens_q=ints(0, 1), context_lens=ints(4), max_seqlen_q=1, max_context_len=4, **options
+        )
+        assert lse[:, 0].isfinite().all() and (lse[:, 1:] == -torch.inf).all()
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import cases, mla_cases
-from tritonattn import mla_cache_write, mla_decode, mla_gather_cache, reference
+from tritonattn import mla_cache_write, mla_decode, mla_gather_cache, reference, reshape_and_cache
 
 SCALES = [{}, {"kv_descale": 0.5}, {"kv_descale": torch.tensor([0.25]), "rope_descale": torch.tensor([2.0])}, {"rope_descale": 3.0}]
 
@@ -135,3 +135,25 @@ def test_blocks_beyond_two_to_the_31_elements(device, path):
             mla_cache_write(new[:, :512], new[:, 512:], cache, slots)
             results.append(bits(torch.stack([cache[block] for block in blocks.tolist()])))
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_descales_of_a_cache_that_is_not_8_bits_wide(device, dtype):
+    """Written divided, read multiplied, as in an fp8 cache."""
+    token = torch.ones(1, 2, 64, dtype=dtype, device=device)
+    k_cache, v_cache = torch.zeros(1, 16, 2, 64, dtype=dtype, device=device), torch.zeros(1, 16, 2, 64, dtype=dtype, device=device)
+    slot, scales = torch.tensor([3], device=device), {"k_descale": 2.0, "v_descale": torch.tensor([4.0, 8.0], device=device)}
+    reshape_and_cache(token, token, k_cache, v_cache, slot, kv_layout="nhd", **scales)
+    assert (k_cache[0, 3] == 0.5).all() and (v_cache[0, 3, 0] == 0.25).all() and (v_cache[0, 3, 1] == 0.125).all()
+    latent, rope, cache = token.view(1, 128)[:, :64], token.view(1, 128)[:, :16], torch.zeros(1, 16, 80, dtype=dtype, device=device)
+    mla_cache_write(latent, rope, cache, slot, kv_descale=2.0)
+    assert (cache[0, 3] == 0.5).all()
+
+
+def test_repeated_writes_into_a_part_of_a_cache(device):
+    wide = torch.zeros(2, 16, 128, dtype=torch.bfloat16, device=device)
+    latent, rope = torch.randn(3, 64, device=device).bfloat16(), torch.randn(3, 16, device=device).bfloat16()
+    for _ in range(3):
+        wide.zero_()
+        mla_cache_write(latent, rope, wide[..., :80], torch.arange(16, 19, device=device))
+        assert torch.equal(wide[1, :3, :64], latent) and torch.equal(wide[1, :3, 64:80], rope) and not wide[..., 80:].any()

@@ -6,9 +6,10 @@ Host arithmetic alone; `Upload` is how its arrays reach the device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -129,6 +130,8 @@ class Plan:
     """Most tokens that a request reads from the cache, where new ones come as k and v."""
     max_seq_len: int
     version: int
+    router: Any = field(repr=False)
+    """The router that made it, and alone can run it."""
 
     @cached_property
     def order(self) -> list[int]:

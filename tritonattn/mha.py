@@ -99,7 +99,7 @@ def extend_attention(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         k_descale=k_descale, v_descale=v_descale, out=out,
     )  # fmt: skip
-    out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded=k is None)  # only the pass over the new tokens reaches the padding
+    out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded=k is None, padded_lse=k is None)  # only the pass over new tokens reaches the padding
     left, longest, cached_lens = window_size[0], max_context_len, context_lens
     if k is None:
         longest += max_seqlen_q
@@ -142,7 +142,7 @@ def decode_attention(
     )  # fmt: skip
     num_seqs = len(seqused_k)
     padded = cu_seqlens_q is not None or q.shape[0] > num_seqs * max_seqlen_q  # or may be
-    out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded)
+    out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded, padded_lse=padded)
     run_decode(
         problem, params, q, cache, out, lse, cu_seqlens_q=cu_seqlens_q, seq_lens=seqused_k, block_table=block_table,
         num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,

@@ -134,7 +134,7 @@ class MlaRouter(Router):
         cache, params = check_mla_run(
             self.paged, self.dense, self.mla_params, q, k, v, kv_cache, plan.block_table, device=self.device, block_size=self.block_size,
             num_tokens=plan.num_tokens, reads=plan.max_cached_len, only_decodes=decode_only,
-            fresh=not decode_only or self._latest.get(plan.num_seqs) == plan.version, out=out, kv_descale=kv_descale,
+            fresh=self._knows(plan), out=out, kv_descale=kv_descale,
             rope_descale=rope_descale, functions=functions,
         )  # fmt: skip
         out, lse = self._results(q, plan.num_tokens, out, return_lse)

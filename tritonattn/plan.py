@@ -108,6 +108,7 @@ def decode_plan(
         room = int(row.config["programs_per_cu"] * arch.compute_units) // units
         parts = -(-max_seqlen_k // row.config.get("keys_per_split", row.config["BLOCK_N"]))
         num_splits = max(1, min(room, parts, MAX_SPLITS))
+    num_splits = min(num_splits, max(max_seqlen_k, 1))  # more than one a key are empty
     return DecodePlan(row, block_rows, row_blocks, num_splits)
 
 

@@ -215,9 +215,9 @@ def merge_attn_states(out_a, lse_a, out_b, lse_b):
     """Two attentions of the same queries over disjoint keys -> the attention over both.
 
     ``out_*`` ``[T, Hq, Dv]``, ``lse_*`` ``[Hq, T]``.  An empty side (``lse`` of ``-inf``, or
-    of ``+inf`` as some kernels report it) is left out, whatever its ``out`` holds.
+    of ``+inf`` or NaN as some kernels report it) is left out, whatever its ``out`` holds.
     """
-    lse_a, lse_b = (torch.where(lse == math.inf, -math.inf, lse.double()) for lse in (lse_a, lse_b))
+    lse_a, lse_b = (torch.where(lse < math.inf, lse.double(), -math.inf) for lse in (lse_a, lse_b))
     lse = torch.logaddexp(lse_a, lse_b)
     out = torch.zeros_like(out_a, dtype=torch.float64)
     for part, part_lse in ((out_a, lse_a), (out_b, lse_b)):

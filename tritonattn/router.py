@@ -133,7 +133,7 @@ class Router:
             decode=self._decode_launch(upload, decoded, query, seq, block_table, decode_only) if len(decoded) else None,
             extend=self._extend_launch(upload, extended, query, context, context) if len(extended) else None,
             prefill=self._tile_launch(upload, self.dense, prefilled, query, context) if len(prefilled) else None,
-            max_cached_len=max_cached_len, max_seq_len=max_seq_len, version=self._version,
+            max_cached_len=max_cached_len, max_seq_len=max_seq_len, version=self._version, router=self,
         )  # fmt: skip
         upload.send()
         return plan
@@ -265,7 +265,7 @@ class Router:
         """
         from tritonattn.paths.replay import repeat
 
-        fresh = not plan.decode_only or self._latest.get(plan.num_seqs) == plan.version
+        fresh = self._knows(plan)
         reads = plan.max_seq_len if k is None else plan.max_cached_len
         told = 0 if plan.decode_only and self.block_size is not None else reads  # `plan` has seen then that the table holds them
         return repeat(
@@ -273,6 +273,10 @@ class Router:
             (q, k, v, k_cache, v_cache, plan.block_table, out, return_lse, sinks, k_descale, v_descale, fresh, told),
             lambda: self._run(plan, q, k, v, k_cache, v_cache, out, return_lse, sinks, k_descale, v_descale, fresh, reads),
         )  # fmt: skip
+
+    def _knows(self, plan: Plan) -> bool:
+        """Made here, and what it put on the device is still there."""
+        return plan.router is self and (not plan.decode_only or self._latest.get(plan.num_seqs) == plan.version)
 
     def _repeats(self, plan: Plan) -> dict:
         """Where runs like one of this plan are remembered: with the router, or until another plan comes if it is not of decodes alone."""

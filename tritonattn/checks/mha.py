@@ -79,7 +79,7 @@ def check_extend(
     _against_cache(reasons, q, k, v, cache)
     batch = len(context_lens)
     reasons.shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
-    reasons.shape("block_table", block_table, (batch, -1))
+    reasons.table(block_table, batch, max_context_len)
     params = _attention_options(
         reasons, q, cache.num_kv_heads, cache.v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes,
         sinks, None, k_descale, v_descale, out,
@@ -108,7 +108,7 @@ def check_decode(
     cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
     _against_cache(reasons, q, None, None, cache)
     batch = len(seqused_k)
-    reasons.shape("block_table", block_table, (batch, -1))
+    reasons.table(block_table, batch, max_seqlen_k)
     query_rows(reasons, "q", q.shape[0], cu_seqlens_q, batch, max_seqlen_q)
     params = _attention_options(
         reasons, q, cache.num_kv_heads, cache.v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes,

@@ -49,7 +49,7 @@ def check_mla_decode(
         reasons.shape("q", q, (-1, -1, width))
     if heads < 1:
         reasons.values.append(f"q must have at least 1 head, got {heads}")
-    reasons.shape("block_table", block_table, (batch, -1))
+    reasons.table(block_table, batch, max_seqlen_k)
     query_rows(reasons, name, tokens, cu_seqlens_q, batch, max_seqlen_q)
     cache_dtype(reasons, "kv_cache", q.dtype, kv_cache.dtype)
     reasons.descale("q_descale", q_descale, 1)
@@ -93,7 +93,7 @@ def check_mla_extend(
     reasons.shape("k", k, (tokens, num_kv_heads, head_size))
     reasons.shape("v", v, (tokens, -1, -1))
     reasons.shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
-    reasons.shape("block_table", block_table, (batch, -1))
+    reasons.table(block_table, batch, max_context_len)
     latent_sizes(reasons, kv_lora_rank, kv_cache.shape[2])
     cache_dtype(reasons, "kv_cache", q.dtype, kv_cache.dtype)
     reasons.descale("kv_descale", kv_descale, 1)

@@ -146,6 +146,12 @@ class Reasons:
         elif not math.isfinite(value) or value < 0 or (positive and value == 0):
             self.values.append(f"{name} must be finite and {'above 0' if positive else 'at least 0'}, got {value}")
 
+    def table(self, block_table: Tensor, batch: int, longest: int) -> None:
+        """[batch, blocks]; ``longest``: most cached tokens of a request, as far as the host knows."""
+        self.shape("block_table", block_table, (batch, -1))
+        if batch and type(longest) is int and longest > 0 and block_table.shape[1] == 0:
+            self.values.append(f"block_table must have a column at least where up to {longest} tokens are cached, got shape {list(block_table.shape)}")
+
     def lengths(self, name: str, values: Sequence[int] | Ints) -> Ints:
         """Host integers, one per request, as int32."""
         if (type(values) is list or type(values) is tuple) and values and type(values[0]) is int:
@@ -169,6 +175,9 @@ class Reasons:
             return np.zeros(0, np.int32)
         if lengths.itemsize > 4 and lengths.size and lengths.max() > MAX_INT32:
             self.values.append(f"{name} must be at most {MAX_INT32}, got {lengths.max()}")
+            self.unusable = True
+        elif lengths.itemsize > 4 and lengths.size and lengths.min() < -MAX_INT32:  # would wrap; the others are named one by one
+            self.values.append(f"{name} must be at least 0, got {lengths.min()}")
             self.unusable = True
         return lengths.astype(np.int32, copy=False)
 

@@ -77,6 +77,9 @@ def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_thr
     return query, seq, context, longest
 
 
+STALE = "plan must be the latest of its batch size that this router made (decode-only plans of one size share a buffer), got another"
+
+
 def check_run(
     problem: AttnProblem, params: AttnParams, q, k, v, k_cache, v_cache, block_table, *, kv_layout, device, block_size, num_tokens,
     reads, fresh, out, sinks, k_descale, v_descale,
@@ -84,7 +87,7 @@ def check_run(
     """Arguments of `Router.run` beside what its router and plan have fixed. ``reads``: most cached tokens of a request."""
     reasons = Reasons("Router.run", None, device)
     if not fresh:
-        reasons.values.append("plan must be the latest of its batch size (decode-only plans of one size share a buffer), got an older one")
+        reasons.values.append(STALE)
     same = (problem.dtype,)
     reasons.rows("q", q, 3, same)
     new_tokens(reasons, q, k, v)
@@ -165,7 +168,7 @@ def check_mla_run(
         if not callable(function):
             reasons.types.append(f"{name} must be callable, got {type(function).__name__}")
     if not fresh:
-        reasons.values.append("plan must be the latest of its batch size (decode-only plans of one size share a buffer), got an older one")
+        reasons.values.append(STALE)
     reasons.rows("q", q, 3, (dense.dtype,))
     if k is not None or v is not None or not only_decodes:
         reasons.rows("k", k, 3, (dense.dtype,))

@@ -32,15 +32,17 @@ def element_offsets(tokens, columns, D: tl.constexpr, X: tl.constexpr, BLOCK_SIZ
 def write_rows(
     cache, source, scale_pointer, scale, head, tokens, slots, ok, stride_token, stride_head, stride_block, stride_slot, stride_cache_head,
     stride_descale, SHUFFLED: tl.constexpr, IS_V: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, VEC: tl.constexpr, VEC_CACHE: tl.constexpr, FP8: tl.constexpr,
+    BLOCK_D: tl.constexpr, VEC: tl.constexpr, VEC_CACHE: tl.constexpr, FP8: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     c = tl.arange(0, BLOCK_D)
     mask = ok[:, None] & (c < D)[None, :]
     x = tl.load(source + ((tokens.to(tl.int64) * stride_token + head * stride_head) * VEC)[:, None] + c[None, :], mask=mask, other=0.0)
-    if FP8 is None:
-        y = x.to(cache.dtype.element_ty)
-    else:
+    y = x
+    if SCALED:
         y = x.to(tl.float32) / (scale * kv_load.descale(scale_pointer, head, stride_descale))
+    if FP8 is None:
+        y = y.to(cache.dtype.element_ty)
+    else:
         y = to_fp8_bits(y, FP8[0], FP8[1], FP8[2], FP8[3], FP8[4])
     page = cache + (slots // BLOCK_SIZE * stride_block + head * stride_cache_head) * VEC_CACHE
     if SHUFFLED:
@@ -64,7 +66,7 @@ def write(
     num_slots, k_scale, v_scale,
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, VEC: tl.constexpr, VEC_CACHE: tl.constexpr, FP8: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Token i goes to slot_mapping[i] = block * block_size + position, -1: nowhere. Grid (token blocks, KV heads)."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -74,11 +76,11 @@ def write(
     slots = tl.where(ok, slots, 0)
     write_rows(
         k_cache, key, k_descale, k_scale, head, tokens, slots, ok, stride_key_token, stride_key_head, stride_k_block, stride_k_token,
-        stride_k_head, stride_k_descale, SHUFFLED, False, X, BLOCK_SIZE, D, BLOCK_D, VEC, VEC_CACHE, FP8,
+        stride_k_head, stride_k_descale, SHUFFLED, False, X, BLOCK_SIZE, D, BLOCK_D, VEC, VEC_CACHE, FP8, SCALED,
     )  # fmt: skip
     write_rows(
         v_cache, value, v_descale, v_scale, head, tokens, slots, ok, stride_value_token, stride_value_head, stride_v_block,
-        stride_v_token, stride_v_head, stride_v_descale, SHUFFLED, True, X, BLOCK_SIZE, DV, BLOCK_DV, VEC, VEC_CACHE, FP8,
+        stride_v_token, stride_v_head, stride_v_descale, SHUFFLED, True, X, BLOCK_SIZE, DV, BLOCK_DV, VEC, VEC_CACHE, FP8, SCALED,
     )  # fmt: skip
 
 
@@ -165,6 +167,7 @@ def run_write(
     vec, vec_cache = launch.vec_width(key, value), launch.vec_width(cache.k, cache.v)
     k_scale, v_scale = descale_of(k_descale), descale_of(v_descale)
     fp8 = FP8_FORMATS.get(cache.k.dtype)
+    scaled = fp8 is not None or any(scale.pointer is not None or scale.factor != 1.0 for scale in (k_scale, v_scale))
     k_cache, v_cache = (cache.k, cache.v) if fp8 is None else (cache.k.view(torch.uint8), cache.v.view(torch.uint8))
     with launch.on(key):
         launch.run(
@@ -176,7 +179,7 @@ def run_write(
                 cache.stride_v_block // vec_cache, cache.stride_v_token // vec_cache, cache.stride_v_head // vec_cache,
                 k_scale.stride, v_scale.stride, num_slots, k_scale.factor, v_scale.factor,
             ),
-            {"VEC": vec, "VEC_CACHE": vec_cache, "FP8": fp8}, static, row,
+            {"VEC": vec, "VEC_CACHE": vec_cache, "FP8": fp8, "SCALED": scaled}, static, row,
         )  # fmt: skip
 
 

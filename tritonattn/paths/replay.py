@@ -204,7 +204,10 @@ def _address(handle: Any) -> int:
 
 
 def _beyond(handle: Any, offset: int) -> Any:
-    return handle + offset if type(handle) is int else handle.flatten().view(torch.uint8)[offset:]
+    if type(handle) is int:
+        return handle + offset
+    place = handle.storage_offset() * handle.element_size() + offset
+    return torch.empty(0, dtype=torch.uint8, device=handle.device).set_(handle.untyped_storage(), place, (1,), (1,))
 
 
 def unrepeatable() -> None:
