@@ -69,7 +69,7 @@ def test_two_layers(monkeypatch, selecting, kv_layout, layout):
     builder = backend.get_builder_cls()
     monkeypatch.setattr("vllm.v1.attention.backends.triton_attn.get_num_attention_heads_from_layers", lambda *_: HEADS)
     config.model_config = type("Model", (), {
-        "dtype": torch.float16,
+        "dtype": torch.float16, "max_model_len": 256,
         "get_num_attention_heads": lambda *_: HEADS, "get_num_kv_heads": lambda *_: KV_HEADS, "get_head_size": lambda _: SIZE, "rswa_window": None,
     })()  # fmt: skip
     builder = builder(spec, NAMES, config, torch.device("cpu"))
