@@ -12,7 +12,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .arch import MATRIX_CYCLES, Arch, assume, by_name
@@ -300,32 +300,18 @@ def _count(line: int, body: list[str]) -> Loop:
         n["barriers"] += op.startswith("s_barrier")
         n["waits"] += op.startswith("s_waitcnt")
         n["native_fp8"] += bool(_NATIVE_FP8.match(op))
-    return Loop(
-        line=line,
-        instructions=len(code),
-        matrix=n["matrix"],
-        vector=n["vector"],
-        exponentials=n["exponentials"],
-        lds_reads=_sorted(width["lds_reads"]),
-        lds_writes=_sorted(width["lds_writes"]),
-        lane_moves=n["lane_moves"],
-        global_loads=_sorted(width["global_loads"]),
-        lds_copies=_sorted(width["lds_copies"]),
-        global_stores=_sorted(width["global_stores"]),
-        barriers=n["barriers"],
-        waits=n["waits"],
-        accumulator_moves=n["accumulator_moves"],
-        lane_accesses=n["lane_accesses"],
-        scratch=n["scratch"],
-        matrix_cycles=n["matrix_cycles"],
-        native_fp8=n["native_fp8"],
-        byte_arithmetic=n["byte_arithmetic"],
-        body=code,
-    )
+    return tallied(line, code, n, width, n["matrix_cycles"])
 
 
-def _sorted(widths: Counter[int]) -> dict[int, int]:
-    return dict(sorted(widths.items()))
+WIDTHS = ("lds_reads", "lds_writes", "global_loads", "lds_copies", "global_stores")
+
+
+def tallied(line: int, code: tuple[str, ...], n: Counter[str], width: Mapping[str, Counter[int]], matrix_cycles: float) -> Loop:
+    """A loop from its counts by name: `n` of instructions, `width` of accesses by their bytes. What is in neither does not occur."""
+    counts: dict[str, Any] = {f.name: n[f.name] for f in fields(Loop) if f.name not in ("line", "instructions", "matrix_cycles", "body", *WIDTHS)}
+    widths: dict[str, Any] = {name: dict(sorted(width.get(name, {}).items())) for name in WIDTHS}
+    return Loop(line=line, instructions=len(code), matrix_cycles=matrix_cycles, body=code, **counts, **widths)
+
 
 
 def _lds_width(op: str) -> int:

@@ -12,7 +12,7 @@ import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 
-from .codegen import Launch, Loop, Report, fp8_among
+from .codegen import Launch, Loop, Report, fp8_among, tallied
 
 FLOPS_PER_CYCLE = 1024.0  # of one SIMD (a quarter of a multiprocessor), 16-bit operands
 HMMA_SHARE = 0.62  # of that, through the synchronous instruction
@@ -144,26 +144,4 @@ def _count(line: int, body: list[str]) -> Loop:
             n["vector"] += 1
             n["exponentials"] += op.startswith("MUFU")
             n["half_rate"] += bool(_HALF_RATE.match(op))
-    return Loop(
-        line=line,
-        instructions=len(code),
-        matrix=n["matrix"],
-        vector=n["vector"],
-        exponentials=n["exponentials"],
-        lds_reads=dict(sorted(width["lds_reads"].items())),
-        lds_writes=dict(sorted(width["lds_writes"].items())),
-        lane_moves=n["lane_moves"],
-        global_loads=dict(sorted(width["global_loads"].items())),
-        lds_copies=dict(sorted(width["lds_copies"].items())),
-        global_stores=dict(sorted(width["global_stores"].items())),
-        barriers=n["barriers"],
-        waits=n["waits"],
-        accumulator_moves=0,
-        lane_accesses=0,
-        scratch=n["scratch"],
-        matrix_cycles=cycles,
-        native_fp8=0,
-        byte_arithmetic=0,
-        half_rate=n["half_rate"],
-        body=code,
-    )
+    return tallied(line, code, n, width, cycles)
