@@ -228,15 +228,20 @@ def mla_decode_wave(
         store_rows(out, out_rows, row_ok, acc0, acc1, acc2, acc3, inverse, lse, lse_rows, row_ok, log, X, ROWS, WAVES)
 
 
+def rope_scaled(kernel, args) -> bool:
+    """Whether the rope columns have a scale of their own."""
+    facts = dict(zip(kernel.arg_names, args, strict=False))
+    return facts["rope_descale"] is not facts["kv_descale"] or facts["rope_scale"] != facts["kv_scale"]
+
+
 def launch_wave(grid, args, flags, static, row):
     """As `launch.run(mla_decode, ...)` in the form of this file: takes what `mla_decode` takes and settles the rest of the constexprs."""
-    facts = dict(zip(mla_decode_wave.arg_names, args, strict=False))
     key = id(static), id(row)
     if key not in _static_of_wave:
-        _static_of_wave[key] = _wave_static(static, row.options, facts["kv_cache"].element_size()), static, row  # these two stay, and so do their ids
+        kv_cache = args[mla_decode_wave.arg_names.index("kv_cache")]
+        _static_of_wave[key] = _wave_static(static, row.options, kv_cache.element_size()), static, row  # these two stay, and so do their ids
     static = _static_of_wave[key][0]
-    scaled = facts["rope_descale"] is not facts["kv_descale"] or facts["rope_scale"] != facts["kv_scale"]
-    flags = {**flags, "ROPE_SCALED": scaled}
+    flags = {**flags, "ROPE_SCALED": rope_scaled(mla_decode_wave, args)}
     order = pick_order(mla_decode_wave, grid, args, {**flags, **static, **row.options})
     launch.run(mla_decode_wave, grid, args, {**flags, "ORD": order}, static, row)
 

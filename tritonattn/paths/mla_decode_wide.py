@@ -16,6 +16,7 @@ import triton.language as tl
 
 from tritonattn.paths import launch
 from tritonattn.paths.decode_wave import pick_order
+from tritonattn.paths.mla_decode_wave import rope_scaled
 from tritonattn.tile import mask, seqlens, softmax, store
 from tritonattn.tile.kv_load import descale
 from tritonattn.tile.wave_load import on_axis, page_offset
@@ -290,9 +291,7 @@ def launch_wide(grid, args, flags, static, row):
         settled = {name: {"CHEAP_P": False, "ROWS_IN_LOOP": False, **static}[name] for name in names} | {"WAVES": row.options["num_warps"]}
         _static_of_wide[key] = settled, static, row  # the last two stay alive, so their ids stay theirs
     static = _static_of_wide[key][0]
-    facts = dict(zip(mla_decode_wide.arg_names, args, strict=False))
-    scaled = facts["rope_descale"] is not facts["kv_descale"] or facts["rope_scale"] != facts["kv_scale"]
-    flags = {**flags, "ROPE_SCALED": scaled}
+    flags = {**flags, "ROPE_SCALED": rope_scaled(mla_decode_wide, args)}
     order = pick_order(mla_decode_wide, grid, args, {**flags, **static, **row.options})
     launch.run(mla_decode_wide, grid, args, {**flags, "ORD": order}, static, row)
 
