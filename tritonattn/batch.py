@@ -164,7 +164,7 @@ class Upload:
     def __init__(self, device: Tensor, views: dict[tuple[int, int], Tensor] | None = None) -> None:
         self._device = device
         self._views = {} if views is None else views
-        self._host = torch.empty(len(device), dtype=torch.int32, pin_memory=device.is_cuda)
+        self._host = torch.empty(len(device), dtype=torch.int32, device="cpu", pin_memory=device.is_cuda)
         self._array: Ints = self._host.numpy()
         self._used = 0
 

@@ -11,7 +11,8 @@ from triton import knobs
 
 import tritonattn
 from tritonattn import layouts, mha
-from tritonattn.paths import combine, launch, replay
+from tritonattn.bench.ahead import compile_only
+from tritonattn.paths import cache, combine, launch, replay
 from tritonattn.simulator import simulated
 from tritonattn.simulator.device import launches_go_to
 from tritonattn.tuning.arch import assume, detect
@@ -66,11 +67,11 @@ def merge(tokens=5, **options):
     return "merge_attn_states", parts | options
 
 
-def write(layout="preshuffled", dtype=torch.bfloat16):
+def write(layout="preshuffled", dtype=torch.bfloat16, slots=5):
     k_cache, v_cache = (x.zero_() for x in layouts.allocate(layout, 3, 16, 2, 64, dtype=dtype, device=DEVICE))
-    slots = torch.randperm(48)[:5].int()
+    key, value = normal(slots, 2, 64), normal(slots, 2, 64)
     return "reshape_and_cache", {
-        "key": normal(5, 2, 64), "value": normal(5, 2, 64), "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": slots, "kv_layout": layout,
+        "key": key, "value": value, "k_cache": k_cache, "v_cache": v_cache, "slot_mapping": torch.randperm(48)[:slots].int(), "kv_layout": layout,
     }  # fmt: skip
 
 
@@ -242,18 +243,20 @@ def test_pre_run_hooks_see_every_launch(monkeypatch):
     assert seen == [64, 64]
 
 
+@pytest.mark.parametrize("ahead", [launch.preparing, lambda: compile_only(1)], ids=["one by one", "in parallel"])
 @pytest.mark.parametrize("known", [False, True])
-def test_preparing_launches_nothing_and_leaves_nothing(known):
-    name, args = decode(batch=4 + known, num_splits=2)  # not recorded elsewhere
-    args["out"] = torch.full((4 + known, 4, 64), 9.0, dtype=torch.bfloat16)
+def test_compiling_ahead_launches_nothing_and_leaves_nothing(known, ahead):
+    name, args = write("hnd", slots=6 + known + 2 * (ahead is launch.preparing))  # not recorded elsewhere
     if known:
         run(name, args)
-    args["out"].fill_(9.0)
-    with launch.preparing():
+    else:
+        cache.write.device_caches.clear()
+    args["k_cache"].fill_(9.0)
+    with ahead():
         run(name, args)
-    assert (args["out"] == 9.0).all()
+    assert (args["k_cache"] == 9.0).all()
     run(name, args)
-    assert not (args["out"] == 9.0).any()
+    assert not (args["k_cache"] == 9.0).all()
 
 
 def test_another_arch_is_another_call(monkeypatch):

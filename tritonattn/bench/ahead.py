@@ -12,12 +12,13 @@ import torch
 from tritonattn.bench.cases import Case, Peers, build
 from tritonattn.bench.rows import Row
 from tritonattn.bench.runner import Config, pinned, release, table_rows
+from tritonattn.paths.launch import preparing
 from tritonattn.tuning.arch import Arch, assume, detect
 
 
 @contextmanager
 def compile_only(workers: int) -> Iterator[None]:
-    """Within the block a launch only asks for its kernel; all of them are compiled, in parallel, when the block ends."""
+    """Within the block a launch, ours or a peer's, only asks for its kernel; all are compiled, in parallel, when the block ends."""
     from triton import AsyncCompileMode, JITFunction
 
     launch = JITFunction.run
@@ -25,7 +26,7 @@ def compile_only(workers: int) -> Iterator[None]:
     def compile_it(self, *args, grid, warmup=False, **kwargs):
         return launch(self, *args, grid=grid, warmup=True, **kwargs)
 
-    with ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool, ignore_errors=True):
+    with preparing(), ThreadPoolExecutor(workers) as pool, AsyncCompileMode(pool, ignore_errors=True):
         JITFunction.run = compile_it
         try:
             yield

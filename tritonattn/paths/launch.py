@@ -72,6 +72,7 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, flags: Mapping[str, Any
     if known is None:
         compiled = kernel[grid](*args, **flags, **static, **row.options)
         if not isinstance(compiled, CompiledKernel):  # interpreted, or compiling elsewhere, ahead of time
+            replay.unrepeatable()
             return
         values = {**flags, **static}
         known = compiled, tuple(values[name] for name in kernel.arg_names[len(args) :]), static, row

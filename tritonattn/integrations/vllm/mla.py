@@ -69,7 +69,7 @@ class MetadataBuilder(common.MLACommonMetadataBuilder):
         context = None if metadata.prefill is None else metadata.prefill.chunked_context
         if context is not None:  # the contexts of all requests end to end: vLLM's chunks are consecutive pieces of that row
             lengths = torch.tensor(context.context_lens_list, dtype=torch.int32)
-            ends = torch.zeros(2 * len(lengths) + 1, dtype=torch.int32, pin_memory=torch.device(self.device).type == "cuda")
+            ends = torch.zeros(2 * len(lengths) + 1, dtype=torch.int32, device="cpu", pin_memory=torch.device(self.device).type == "cuda")
             torch.cumsum(lengths, 0, dtype=torch.int32, out=ends[1 : len(lengths) + 1])
             ends = ends.to(self.device, non_blocking=True)
             context.row = ContextRow(ends[len(lengths) + 1 :], context.context_lens, ends[: len(lengths) + 1])
