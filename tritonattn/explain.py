@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     with assume(arch):
         router = make_router(args, model(args.model) if args.model else parse_shape(args.shape), arch)
         pages = -(-max(n + c for n, c in zip(new, context, strict=True)) // args.block_size)
-        table = torch.zeros(len(new), pages, dtype=torch.int32)
+        table = torch.zeros(len(new), pages, dtype=torch.int32, device="cpu")
         facts = explain(router, router.plan(new, [n + c for n, c in zip(new, context, strict=True)], table), arch)
     if args.json:
         print(json.dumps(facts, indent=2))
@@ -96,7 +96,7 @@ def make_router(args: argparse.Namespace, shape: Model, arch: Arch) -> Router:
     return Router(heads, max(1, shape.num_kv_heads // args.tp), shape.head_size, v_head_size=shape.v_head_size or None,
                   kv_layout=args.kv_layout, batch_invariant=args.batch_invariant, softcap=shape.softcap,
                   window_size=(shape.window - 1, 0) if shape.window else (-1, -1),
-                  sinks=torch.zeros(heads) if shape.sinks else None, **common)
+                  sinks=torch.zeros(heads, device="cpu") if shape.sinks else None, **common)
 
 
 def explain(router: Router, plan: Plan, arch: Arch) -> dict[str, Any]:

@@ -40,10 +40,10 @@ Descale = float | Tensor | None
 
 def visible(query_len: int, seq_len: int, causal: bool, window_size: tuple[int, int]) -> Tensor:
     """``[query_len, seq_len]`` bool: who sees whom, bottom-right aligned; ``-1`` is an open side of the window."""
-    query = torch.arange(query_len)[:, None] + (seq_len - query_len)
-    key = torch.arange(seq_len)[None, :]
+    query = torch.arange(query_len, device="cpu")[:, None] + (seq_len - query_len)
+    key = torch.arange(seq_len, device="cpu")[None, :]
     left, right = window_size
-    seen = torch.ones(query_len, seq_len, dtype=torch.bool)
+    seen = torch.ones(query_len, seq_len, dtype=torch.bool, device="cpu")
     if causal:
         seen &= key <= query
     if left >= 0:
@@ -70,9 +70,9 @@ def attend(
     m, num_kv_heads, v_head_size = v.shape
     scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
     seen = visible(n, m, causal, window_size)
-    distance = (torch.arange(m)[None, :] - torch.arange(n)[:, None] - (m - n)).double()
-    out = torch.zeros(n, num_q_heads, v_head_size, dtype=torch.float64)
-    lse = torch.full((num_q_heads, n), -math.inf, dtype=torch.float64)
+    distance = (torch.arange(m, device="cpu")[None, :] - torch.arange(n, device="cpu")[:, None] - (m - n)).double()
+    out = torch.zeros(n, num_q_heads, v_head_size, dtype=torch.float64, device="cpu")
+    lse = torch.full((num_q_heads, n), -math.inf, dtype=torch.float64, device="cpu")
     for head in range(num_q_heads):
         kv_head = head // (num_q_heads // num_kv_heads)
         scores = scale * (q[:, head].double() @ k[:, kv_head].double().T)
@@ -82,7 +82,7 @@ def attend(
             scores = scores + float(alibi_slopes[head]) * distance
         scores = scores.masked_fill(~seen, -math.inf)
         sink = -math.inf if sinks is None else float(sinks[head])
-        logits = torch.cat([scores, torch.full((n, 1), sink, dtype=torch.float64)], dim=1)
+        logits = torch.cat([scores, torch.full((n, 1), sink, dtype=torch.float64, device="cpu")], dim=1)
         lse[head] = torch.logsumexp(logits, dim=1)
         weights = torch.exp(scores - lse[head][:, None]).masked_fill(~seen, 0.0)
         out[:, head] = weights @ v[:, kv_head].double()
@@ -97,7 +97,7 @@ def dequantise(stored: Tensor, descale: Descale, num_kv_heads: int) -> Tensor:
     real = stored.double()
     if descale is None:
         return real
-    factor = torch.as_tensor(descale, dtype=torch.float64).reshape(-1)
+    factor = torch.as_tensor(descale, dtype=torch.float64, device="cpu").reshape(-1)
     if factor.numel() > 1:
         factor = factor.repeat_interleave(stored.shape[-2] // num_kv_heads)
     return real * factor[:, None]
@@ -107,7 +107,7 @@ def quantise(real: Tensor, descale: Descale, dtype: torch.dtype) -> Tensor:
     """``stored = real / descale`` in the cache's dtype, fp32 arithmetic; fp8 saturates, infinities too, NaN stays NaN."""
     stored = real.float()
     if descale is not None:
-        stored = stored / torch.as_tensor(descale, dtype=torch.float32).reshape(-1, 1)
+        stored = stored / torch.as_tensor(descale, dtype=torch.float32, device="cpu").reshape(-1, 1)
     if dtype.itemsize == 1:
         limit = torch.finfo(dtype).max
         stored = stored.clamp(-limit, limit)
@@ -140,8 +140,8 @@ def _spans(cu_seqlens: Tensor) -> Iterator[slice]:
 
 def _empty(q: Tensor, v_head_size: int) -> tuple[Tensor, Tensor]:
     """What a row that belongs to no request holds: ``out = 0``, ``lse = -inf``."""
-    out = torch.zeros(*q.shape[:2], v_head_size, dtype=torch.float64)
-    return out, torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64)
+    out = torch.zeros(*q.shape[:2], v_head_size, dtype=torch.float64, device="cpu")
+    return out, torch.full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float64, device="cpu")
 
 
 # -- MHA ------------------------------------------------------------------------------------------------------
@@ -207,7 +207,7 @@ def decode_attention(
 def _decode_rows(seqused_k: Tensor, cu_seqlens_q: Tensor | None, max_seqlen_q: int) -> Iterator[slice]:
     """Without ``cu_seqlens_q`` every sequence has exactly ``max_seqlen_q`` query tokens."""
     if cu_seqlens_q is None:
-        cu_seqlens_q = torch.arange(len(seqused_k) + 1) * max_seqlen_q
+        cu_seqlens_q = torch.arange(len(seqused_k) + 1, device="cpu") * max_seqlen_q
     return _spans(cu_seqlens_q)
 
 

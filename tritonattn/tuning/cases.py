@@ -158,7 +158,7 @@ def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu", real: bo
         return _fill(torch.empty(size, dtype=dtype, device=device), real)
 
     def ints(values):
-        return torch.as_tensor(values, dtype=torch.int32).to(device)
+        return torch.as_tensor(values, dtype=torch.int32, device=device)
 
     window = ((s.window or 1024) - 1, 0) if case.local else (-1, -1)
     common: dict[str, Any] = {
@@ -184,7 +184,7 @@ def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu", real: bo
     blocks = case.batch * pages if real else 4
     k_cache, v_cache = allocate(case.layout, blocks, case.block_size, s.num_kv_heads, s.head_size, v_head_size=v_size, dtype=kv_dtype, device=device)
     _fill(k_cache, real), _fill(v_cache, real)
-    table = (torch.arange(case.batch * pages, dtype=torch.int32) % blocks).view(case.batch, pages).to(device)
+    table = (torch.arange(case.batch * pages, dtype=torch.int32, device=device) % blocks).view(case.batch, pages)
     layout = {"kv_layout": case.layout}
     descale = {"k_descale": 0.5, "v_descale": 0.5} if case.kv_dtype == "fp8" else {}
     lengths = ints([case.kv_len] * case.batch)
@@ -219,7 +219,7 @@ def _prepare_mla(case: Case, new, ints, kv_dtype, real: bool) -> partial:
     q = new(case.batch * case.query_len, s.num_heads, s.latent + s.rope)
     blocks = case.batch * pages if real else 4
     cache = new(blocks, case.block_size, s.latent + s.rope, dtype=kv_dtype)
-    table = (torch.arange(case.batch * pages, dtype=torch.int32) % blocks).view(case.batch, pages).to(q.device)
+    table = (torch.arange(case.batch * pages, dtype=torch.int32, device=q.device) % blocks).view(case.batch, pages)
     bounds = {"seqused_k": ints([case.kv_len] * case.batch), "block_table": table, "max_seqlen_k": case.kv_len}
     scale = {"softmax_scale": s.head_size**-0.5, "kv_lora_rank": s.latent, "kv_descale": 0.5 if case.kv_dtype == "fp8" else None}
     return partial(tritonattn.mla_decode, q, cache, max_seqlen_q=case.query_len, num_splits=case.num_splits, **bounds, **scale)

@@ -54,8 +54,8 @@ def tokens(tensor: Tensor, count: int) -> Tensor:
 
 def batch(query: list[int], seq: list[int], block_size: int, device: torch.device) -> SimpleNamespace:
     """What a model runner says of a batch, as far as plans read it."""
-    starts = torch.tensor([0, *query], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    lengths = torch.tensor(seq, dtype=torch.int32)
+    starts = torch.tensor([0, *query], dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+    lengths = torch.tensor(seq, dtype=torch.int32, device="cpu")
     return SimpleNamespace(
         num_reqs=len(query), num_actual_tokens=sum(query), max_query_len=max(query), max_seq_len=max(seq), query_start_loc_cpu=starts,
         query_start_loc=starts.to(device), seq_lens_cpu_upper_bound=lengths, seq_lens=lengths.to(device), is_prefilling=None,
