@@ -210,8 +210,8 @@ def test_tensors_elsewhere_are_refused(device):
 # -- router ---------------------------------------------------------------------------------------------------
 
 
-def router(device, **changes):
-    args = {"num_q_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, "device": device, "block_size": 16} | changes
+def router(place, **changes):
+    args = {"num_q_heads": 4, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16, "device": place, "block_size": 16} | changes
     return tritonattn.Router(args.pop("num_q_heads"), args.pop("num_kv_heads"), args.pop("head_size"), **args)
 
 
@@ -226,6 +226,10 @@ def router(device, **changes):
     ({"window_size": (-3, 0)}, ValueError, "window_size left"),
     ({"softcap": -2.0}, ValueError, "softcap must be finite"),
     ({"batch_invariant": 1}, TypeError, "batch_invariant must be a bool, got int"),
+    ({"device": "foo", "softcap": -2.0}, ValueError, "device must be one that torch knows, such as cuda:0 or cpu, got 'foo'; softcap must be finite"),
+    ({"device": "cuda:99"}, ValueError, "device must be one of the GPUs that torch finds"),
+    ({"device": None}, TypeError, "device must be a torch.device or its name, got NoneType"),
+    ({"device": "meta"}, ValueError, "tensors must be on a GPU, got meta"),
 ])  # fmt: skip
 def test_router_refuses(device, changes, error, text):
     with pytest.raises(error, match="Router: ") as caught:
@@ -292,6 +296,26 @@ def test_a_table_too_short_is_found_when_the_block_size_is(device):
     plan = one.plan([1, 2], [65, 2], ints(2, 4).to(device))
     with pytest.raises(ValueError, match="block_table must hold 65 tokens, got room for 64 in blocks of 16"):
         one.run(plan, **run_arguments(device))
+
+
+@pytest.mark.parametrize("plan", [None, (), "plan"])
+def test_what_is_no_plan_is_refused(device, plan):
+    with pytest.raises(TypeError, match=r"Router\.run: plan must be one that `plan` gave, got"):
+        router(device).run(plan, **run_arguments(device))
+
+
+@pytest.mark.parametrize("name", ["classify", "reorder_batch"])
+@pytest.mark.parametrize(("lens", "error", "text"), [
+    (([1, 2], [3], 1), ValueError, "context_lens must be as long as query_lens, 2, got 1"),
+    (([1, -2], [3, -1], 0), ValueError, "decode_threshold must be at least 1, got 0; query_lens must be at least 0, got -2 (request 1); context_lens must"),
+    (([1.5], [3], 1), TypeError, "query_lens must be a sequence of integers"),
+    (([1], None, 1), TypeError, "context_lens must be a sequence of integers"),
+    (([1], [3], 1.5), TypeError, "decode_threshold must be an int on the host, got float"),
+])  # fmt: skip
+def test_lengths_are_refused(name, lens, error, text):
+    with pytest.raises(error, match=f"^{name}: ") as caught:
+        getattr(tritonattn, name)(*lens)
+    assert text in str(caught.value)
 
 
 def test_an_overwritten_plan_is_refused(device):

@@ -51,7 +51,8 @@ def test_it_shows_neighbours_that_are_alike_as_one(capsys):
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (["1@", "2"], "a request must be NEW, NEW@CONTEXT or NEW@CONTEXTxCOUNT, got 1@"),
+    (["1@", "2", "1@5x0", "1@99999999999"], "a request must be NEW, NEW@CONTEXT or NEW@CONTEXTxCOUNT, of tokens below a billion and a count from 1 "
+     "to 999999, got 1@, 1@5x0, 1@99999999999"),
     (["--shape", "32x8", "1"], "--shape must be HEADS/KV_HEADSxHEAD_SIZE"),
     (["--shape", "3/2x64", "1"], "query heads must be a multiple of KV heads"),
     (["--model", "none", "1"], "model must be one of"),

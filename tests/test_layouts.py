@@ -51,6 +51,38 @@ def test_allocate(layout, dtype):
     assert view.k is k and view.v is v
 
 
+@pytest.mark.parametrize(("changes", "error", "words"), [
+    ({"num_blocks": -1, "block_size": 0, "head_size": -8}, ValueError, "block_size must be at least 1, got 0; head_size .*num_blocks must be at least 0"),
+    ({"num_kv_heads": 0, "v_head_size": 0}, ValueError, "num_kv_heads must be at least 1, got 0; v_head_size must be at least 1, got 0"),
+    ({"dtype": "bfloat16", "block_size": 16.0}, TypeError, "block_size must be an int, got float; dtype must be a torch.dtype, got 'bfloat16'"),
+    ({"device": "foo"}, ValueError, "device must be one that torch knows, such as cuda:0 or cpu, got 'foo'"),
+    ({"device": "cuda:99"}, ValueError, "device must be one of the GPUs that torch finds, of which there are [0-9]+, got cuda:99"),
+    ({"kv_layout": "x"}, ValueError, "kv_layout must be one of nhd, hnd, preshuffled, latent, got 'x'"),
+])  # fmt: skip
+def test_what_cannot_be_allocated_is_named(changes, error, words):
+    sound = {"kv_layout": "preshuffled", "num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+    assert layouts.allocate(**sound | {"num_blocks": 0})[0].shape[0] == 0
+    with pytest.raises(error, match=words):
+        layouts.allocate(**sound | changes)
+
+
+@pytest.mark.parametrize(("convert", "args", "error", "words"), [
+    (layouts.from_nhd, (torch.zeros(2, 5, 1, 36), torch.zeros(2, 5, 1, 32), "preshuffled"), ValueError, "block_size must be a multiple of 4 .*, got 5"),
+    (layouts.from_nhd, (torch.zeros(2, 8, 1, 34), torch.zeros(2, 8, 1, 34), "preshuffled"), ValueError, "head_size must be a multiple of 4 .*, got 34"),
+    (layouts.from_nhd, (torch.zeros(2, 8, 32), torch.zeros(2, 8, 32), "hnd"), ValueError, "k_cache must have 4 dimensions in the nhd layout"),
+    (layouts.from_nhd, (torch.zeros(2, 8, 1, 32), torch.zeros(2, 4, 1, 32), "hnd"), ValueError, "v_cache must be"),
+    (layouts.from_nhd, (torch.zeros(2, 8, 1, 32), None, "hnd"), TypeError, "v_cache must be a tensor, got NoneType"),
+    (layouts.from_nhd, (torch.zeros(2, 8, 1, 32), torch.zeros(2, 8, 1, 32), "latent"), ValueError, "kv_layout must be one of nhd, hnd, preshuffled, got"),
+    (layouts.to_nhd, (torch.zeros(2, 1, 8, 5, 4), torch.zeros(2, 1, 1, 32, 4), "preshuffled"), ValueError, "block size a multiple of 4"),
+    (layouts.to_nhd, (torch.zeros(2, 8, 32), torch.zeros(2, 8, 32), "hnd"), ValueError, "k_cache must have 4 dimensions in the hnd layout"),
+    (layouts.to_nhd, (torch.zeros(2, 8, 1, 32), torch.zeros(2, 8, 1, 32), "x"), ValueError, "kv_layout must be one of nhd, hnd, preshuffled, latent"),
+    (layouts.view, ([1], torch.zeros(2, 8, 1, 32), "nhd"), TypeError, "k_cache must be a tensor, got list"),
+])  # fmt: skip
+def test_what_cannot_be_converted_is_named(convert, args, error, words):
+    with pytest.raises(error, match=words):
+        convert(*args)
+
+
 def test_latent_is_one_allocation():
     k, v = layouts.allocate("latent", 4, 16, 1, 576, v_head_size=512, dtype=torch.bfloat16)
     view = layouts.view(k, v, "latent")

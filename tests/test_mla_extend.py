@@ -107,6 +107,12 @@ def test_prefill_with_values_narrower_than_keys(device, sizes):
     ({"kv_lora_rank": "x"}, ["kv_lora_rank must be an int"]),
     ({"up_project": lambda latent, rope: (latent, rope)}, ["k from up_project must have 3 dimensions"]),
     ({"up_project": lambda latent, rope: (latent.new_zeros(len(latent), 3, 48), latent.new_zeros(len(latent), 3, 16))}, ["v from up_project must be"]),
+    ({"up_project": lambda latent, rope: latent}, ["up_project must give back a pair .k, v. of tensors, got Tensor"]),
+    ({"up_project": lambda latent, rope: (latent,) * 3}, ["up_project must give back a pair .k, v. of tensors, got 3 of them"]),
+    ({"up_project": lambda latent, rope: (None, latent)}, ["k from up_project must be a tensor, got NoneType; v from up_project must have 3 dim"]),
+    ({"up_project": lambda latent, rope: (latent.new_zeros(len(latent), 3, 48).half(), latent.new_zeros(len(latent), 3, 32))}, ["k from up_project must be"]),
+    ({"up_project": lambda latent, rope: [latent.new_zeros(len(latent), 3, size, device="meta") for size in (48, 32)]},
+     ["k from up_project must be on", "v from up_project must be on"]),
 ])  # fmt: skip
 def test_bad_input_is_named(device, changes, words):
     case = mla_cases.extend([(3, 20)])

@@ -146,6 +146,13 @@ def test_fp8_cache_of_two_descales(device):
 
 @pytest.mark.parametrize("changes,words", [
     ({"absorb": lambda q: q}, [r"q from absorb must be \[2, 3, 80\]"]),
+    ({"absorb": lambda q: q.new_zeros(2, 3, 80, device="meta")}, ["q from absorb must be on"]),
+    ({"absorb": lambda q: None}, ["q from absorb must be a tensor, got NoneType"]),
+    ({"up_project": lambda latent, rope: latent}, ["up_project must give back a pair .k, v. of tensors, got Tensor"]),
+    ({"up_project_v": lambda latent: latent}, [r"v from up_project_v must be \[2, 3, 32\], got \[2, 3, 64\]"]),
+    ({"up_project_v": lambda latent: latent[:1, :, :32]}, [r"v from up_project_v must be \[2, 3, 32\], got \[1, 3, 32\]"]),
+    ({"up_project_v": lambda latent: None}, ["v from up_project_v must be a tensor, got NoneType"]),
+    ({"up_project_v": lambda latent: latent[..., :32].to("meta")}, ["v from up_project_v must be on"]),
     ({"kv_descale": -1.0}, ["kv_descale"]),
     ({"absorb": None, "up_project": 3}, ["absorb must be callable, got NoneType", "up_project must be callable, got int"]),
     ({"k": None, "v": None}, ["k must be a tensor", "v must be a tensor"]),
@@ -163,8 +170,15 @@ def test_bad_input_is_named(device, changes, words):
         error.match(word)
 
 
+def test_what_is_no_plan_is_refused(device):
+    layer = Layer(MIXED)
+    functions = {"absorb": layer.absorb, "up_project": layer.up_project, "up_project_v": layer.up_project_v}
+    with pytest.raises(TypeError, match=r"MlaRouter\.run: plan must be one that `plan` gave, got NoneType"):
+        layer.router(device).run(None, layer.q, layer.k, layer.v, layer.cache.clean, **functions)
+
+
 def test_bad_router_is_named():
     with pytest.raises((ValueError, TypeError), match="softmax_scale") as error:
-        tritonattn.MlaRouter(0, softmax_scale=0.0, dtype=torch.int8, device="cpu", kv_lora_rank=0)
-    for word in ("num_heads", "dtype", "kv_lora_rank"):
+        tritonattn.MlaRouter(0, softmax_scale=0.0, dtype=torch.int8, device="foo", kv_lora_rank=0)
+    for word in ("num_heads", "dtype", "kv_lora_rank", "device must be one that torch knows, such as cuda:0 or cpu, got 'foo'"):
         error.match(word)

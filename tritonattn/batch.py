@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tritonattn.checks import check_lengths
 from tritonattn.plan import ContextRow, DecodePlan, DecodeWork
 
 Ints = NDArray[np.int32]
@@ -33,8 +34,15 @@ DECODE, EXTEND, PREFILL = (int(kind) for kind in Kind)  # an enum's member costs
 
 
 def classify(query_lens: Sequence[int] | Ints, context_lens: Sequence[int] | Ints, decode_threshold: int = 1) -> Ints:
-    """The `Kind` of each request: prefill without context, else decode up to ``decode_threshold`` query tokens, else extend."""
-    query, context = np.asarray(query_lens, np.int32), np.asarray(context_lens, np.int32)
+    """The `Kind` of each request: prefill without context, else decode up to ``decode_threshold`` query tokens, else extend.
+
+    Raises ValueError or TypeError with every reason: lists of different lengths, negative lengths, a threshold below 1.
+    """
+    return kinds_of(*check_lengths("classify", query_lens, context_lens, decode_threshold), decode_threshold)
+
+
+def kinds_of(query: Ints, context: Ints, decode_threshold: int) -> Ints:
+    """`classify` of lengths that were checked."""
     kinds = (query > decode_threshold).astype(np.int32)  # DECODE or EXTEND
     kinds[context == 0] = PREFILL
     return kinds
@@ -46,9 +54,10 @@ def reorder_batch(
     """Swaps ``(i, j)`` that, applied one after the other to every per-request list, order a batch as [decode : extend : prefill].
 
     The order within a kind is kept. Empty for a batch that is in order already. A cycle of n misplaced requests takes n - 1
-    swaps; a request that is in its place is not touched.
+    swaps; a request that is in its place is not touched. Errors are those of `classify`.
     """
-    order = np.argsort(classify(query_lens, context_lens, decode_threshold), kind="stable").tolist()
+    query, context = check_lengths("reorder_batch", query_lens, context_lens, decode_threshold)
+    order = np.argsort(kinds_of(query, context, decode_threshold), kind="stable").tolist()
     holder = list(range(len(order)))  # which request stands at a position
     place = list(range(len(order)))  # and the reverse
     swaps = []

@@ -50,9 +50,9 @@ def run(args: argparse.Namespace) -> int:
     arch = detect("cuda") if not args.arch and torch.cuda.is_available() else by_name(args.arch or "gfx942")
     with assume(arch):
         router = make_router(args, model(args.model) if args.model else parse_shape(args.shape), arch)
-        pages = -(-max(n + c for n, c in zip(new, context, strict=True)) // args.block_size)
-        table = torch.zeros(len(new), pages, dtype=torch.int32, device="cpu")
-        facts = explain(router, router.plan(new, [n + c for n, c in zip(new, context, strict=True)], table), arch)
+        lens = [n + c for n, c in zip(new, context, strict=True)]
+        row = torch.zeros(-(-max(lens) // args.block_size), dtype=torch.int32, device="cpu")  # of any sequence: none is read
+        facts = explain(router, router.plan(new, lens, row.expand(len(lens), -1)), arch)
     if args.json:
         print(json.dumps(facts, indent=2))
     else:
@@ -62,10 +62,11 @@ def run(args: argparse.Namespace) -> int:
 
 def parse_requests(words: list[str]) -> tuple[list[int], list[int]]:
     """``["1@40x2", "9"]`` -> new tokens [1, 1, 9] and context [40, 40, 0]. ValueError names every word that is neither."""
-    found = [(word, re.fullmatch(r"(\d+)(?:@(\d+))?(?:x(\d+))?", word)) for word in words]
+    found = [(word, re.fullmatch(r"(\d{1,9})(?:@(\d{1,9}))?(?:x0*([1-9]\d{0,5}))?", word)) for word in words]
     wrong = [word for word, match in found if match is None]
     if wrong:
-        raise ValueError(f"a request must be NEW, NEW@CONTEXT or NEW@CONTEXTxCOUNT, got {', '.join(wrong)}")
+        need = "NEW, NEW@CONTEXT or NEW@CONTEXTxCOUNT, of tokens below a billion and a count from 1 to 999999"
+        raise ValueError(f"a request must be {need}, got {', '.join(wrong)}")
     numbers = [tuple(int(group or default) for group, default in zip(match.groups(), (0, 0, 1), strict=True)) for _, match in found if match]
     return [n for n, _, count in numbers for _ in range(count)], [c for _, c, count in numbers for _ in range(count)]
 

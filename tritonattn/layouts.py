@@ -47,6 +47,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonattn.where import device_of
+
 PAGED_LAYOUTS = ("nhd", "hnd", "preshuffled")
 """Layouts with a K and a V cache, as ``kv_layout=`` of the MHA ops takes them."""
 
@@ -117,14 +119,27 @@ def allocate(
     ``v_head_size`` defaults to ``head_size``.  For ``latent``, ``num_kv_heads``
     is 1, ``head_size`` the row (latent + rope), ``v_head_size`` the latent, and
     the second tensor a view of the first.
+
+    Raises:
+        ValueError, TypeError: with every reason: sizes below 1, what the layout cannot hold, a dtype or device that is none.
     """
     v_head_size = head_size if v_head_size is None else v_head_size
+    device = device_of(device)
+    sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size, "v_head_size": v_head_size}
+    types = [
+        f"{name} must be an int, got {type(n).__name__}"
+        for name, n in ({"num_blocks": num_blocks} | sizes).items() if isinstance(n, bool) or not hasattr(n, "__index__")
+    ]  # fmt: skip
+    if not isinstance(dtype, torch.dtype):
+        types.append(f"dtype must be a torch.dtype, got {dtype!r}")
+    if types:
+        raise TypeError("; ".join(types))
     x = pack_width(dtype)
-    reasons = []
-    if kv_layout == "preshuffled" and block_size % x:
-        reasons.append(f"block_size must be a multiple of {x} (16 bytes of {dtype}), got {block_size}")
-    if kv_layout == "preshuffled" and head_size % x:
-        reasons.append(f"head_size must be a multiple of {x} (16 bytes of {dtype}), got {head_size}")
+    reasons = [f"{name} must be at least 1, got {n}" for name, n in sizes.items() if n < 1]
+    if num_blocks < 0:
+        reasons.append(f"num_blocks must be at least 0, got {num_blocks}")
+    if kv_layout == "preshuffled":
+        reasons += _unpackable(block_size, head_size, dtype)
     if kv_layout == "latent" and num_kv_heads != 1:
         reasons.append(f"num_kv_heads must be 1 for the latent layout, got {num_kv_heads}")
     if kv_layout == "latent" and v_head_size > head_size:
@@ -136,6 +151,13 @@ def allocate(
     if kv_layout == "latent":
         return k_cache, k_cache[..., :v_head_size]
     return k_cache, torch.empty(v_shape, dtype=dtype, device=device)
+
+
+def _unpackable(block_size: int, head_size: int, dtype: torch.dtype) -> list[str]:
+    """Why tokens and dims cannot be cut into the 16-byte pieces of the preshuffled layout."""
+    x = pack_width(dtype)
+    sizes = {"block_size": block_size, "head_size": head_size}
+    return [f"{name} must be a multiple of {x} (16 bytes of {dtype}), got {size}" for name, size in sizes.items() if size % x]
 
 
 def refusals(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> list[str]:
@@ -185,12 +207,19 @@ def view(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> CacheView:
     """The stride view of two caches (shapes in the module docstring).
 
     Raises:
-        ValueError: with every reason of `refusals`.
+        ValueError: with every reason of `refusals`. TypeError: for what is no tensor.
     """
+    _require(k_cache, v_cache, kv_layout)
+    return view_unchecked(k_cache, v_cache, kv_layout)
+
+
+def _require(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> None:
+    types = [f"{name} must be a tensor, got {type(x).__name__}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache)) if not isinstance(x, Tensor)]
+    if types:
+        raise TypeError("; ".join(types))
     reasons = refusals(k_cache, v_cache, kv_layout)
     if reasons:
         raise ValueError("; ".join(reasons))
-    return view_unchecked(k_cache, v_cache, kv_layout)
 
 
 def view_unchecked(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> CacheView:
@@ -248,24 +277,35 @@ def unshuffle_v(v_cache: Tensor) -> Tensor:
 
 
 def to_nhd(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> tuple[Tensor, Tensor]:
-    """Both caches as ``[blocks, bs, Hkv, D]`` and ``[.., Dv]``: a view where the layout allows one."""
+    """Both caches as ``[blocks, bs, Hkv, D]`` and ``[.., Dv]``: a view where the layout allows one.
+
+    Raises:
+        ValueError: with every reason of `refusals`. TypeError: for what is no tensor.
+    """
+    _require(k_cache, v_cache, kv_layout)
     if kv_layout == "nhd":
         return k_cache, v_cache
     if kv_layout == "hnd":
         return k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     if kv_layout == "preshuffled":
         return unshuffle_k(k_cache), unshuffle_v(v_cache)
-    if kv_layout == "latent":
-        return k_cache.unsqueeze(2), v_cache.unsqueeze(2)
-    raise ValueError(f"kv_layout must be one of {', '.join(LAYOUTS)}, got {kv_layout!r}")
+    return k_cache.unsqueeze(2), v_cache.unsqueeze(2)
 
 
 def from_nhd(k_nhd: Tensor, v_nhd: Tensor, kv_layout: str) -> tuple[Tensor, Tensor]:
-    """``[blocks, bs, Hkv, D]`` and ``[.., Dv]`` in another MHA layout: a copy, for ``nhd`` the same tensors."""
+    """``[blocks, bs, Hkv, D]`` and ``[.., Dv]`` in another MHA layout: a copy, for ``nhd`` the same tensors.
+
+    Raises:
+        ValueError: with every reason: no pair of ``nhd`` caches, or sizes that the layout cannot hold. TypeError: for what is no tensor.
+    """
+    if kv_layout not in PAGED_LAYOUTS:
+        raise ValueError(f"kv_layout must be one of {', '.join(PAGED_LAYOUTS)}, got {kv_layout!r}")
+    _require(k_nhd, v_nhd, "nhd")
     if kv_layout == "nhd":
         return k_nhd, v_nhd
     if kv_layout == "hnd":
         return k_nhd.transpose(1, 2).contiguous(), v_nhd.transpose(1, 2).contiguous()
-    if kv_layout == "preshuffled":
-        return preshuffle_k(k_nhd), preshuffle_v(v_nhd)
-    raise ValueError(f"kv_layout must be one of {', '.join(PAGED_LAYOUTS)}, got {kv_layout!r}")
+    reasons = _unpackable(k_nhd.shape[1], k_nhd.shape[3], k_nhd.dtype)
+    if reasons:
+        raise ValueError("; ".join(reasons))
+    return preshuffle_k(k_nhd), preshuffle_v(v_nhd)

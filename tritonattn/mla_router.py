@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tritonattn.batch import DecodeLaunch, Ints, Plan, Upload
-from tritonattn.checks import check_absorbed, check_mla_router, check_mla_run
+from tritonattn.checks import check_absorbed, check_mla_router, check_mla_run, check_projected
 from tritonattn.problem import AttnProblem
-from tritonattn.router import ASSUMED_BLOCK_SIZE, Router, with_index
+from tritonattn.router import ASSUMED_BLOCK_SIZE, Router
 
 Absorb = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
 UpProject = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -63,9 +63,8 @@ class MlaRouter(Router):
         kv_descale: float | Tensor | None = None, rope_descale: float | Tensor | None = None,
     ) -> None:  # fmt: skip
         kv_dtype = dtype if kv_dtype is None else kv_dtype
-        self.device = with_index(torch.device(device))
-        self.params, self.mla_params = check_mla_router(
-            num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, self.device, kv_dtype, decode_threshold,
+        self.device, self.params, self.mla_params = check_mla_router(
+            num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, device, kv_dtype, decode_threshold,
             chunk_tokens, block_size, softmax_scale, causal, kv_descale, rope_descale,
         )  # fmt: skip
         self.kv_layout = "latent"
@@ -127,15 +126,14 @@ class MlaRouter(Router):
         from tritonattn.paths.prefill import run_prefill
         from tritonattn.paths.replay import repeat
 
-        decode_only = plan.decode_only
+        fresh, decode_only = self._knows(plan), plan.decode_only
         functions: dict[str, Callable] = {} if plan.extend is None else {"up_project": up_project}
         if plan.decode is not None:
             functions |= {"absorb": absorb, "up_project_v": up_project_v}
         cache, params = check_mla_run(
             self.paged, self.dense, self.mla_params, q, k, v, kv_cache, plan.block_table, device=self.device, block_size=self.block_size,
-            num_tokens=plan.num_tokens, reads=plan.max_cached_len, only_decodes=decode_only,
-            fresh=self._knows(plan), out=out, kv_descale=kv_descale,
-            rope_descale=rope_descale, functions=functions,
+            num_tokens=plan.num_tokens, reads=plan.max_cached_len, only_decodes=decode_only, fresh=fresh, out=out,
+            kv_descale=kv_descale, rope_descale=rope_descale, functions=functions,
         )  # fmt: skip
         out, lse = self._results(q, plan.num_tokens, out, return_lse)
         cu_seqlens_q, table, extend, prefill, decode = plan.device_cu_seqlens_q, plan.block_table, plan.extend, plan.prefill, plan.decode
@@ -155,7 +153,7 @@ class MlaRouter(Router):
         if isinstance(decode, MlaDecodeLaunch) and kv_cache is not None and table is not None:
             rows = decode.tokens
             absorbed = absorb(q if rows is None else q[rows])
-            q_latent, q_rope = check_absorbed(absorbed, self.paged, len(q) if rows is None else len(rows))
+            q_latent, q_rope = check_absorbed(absorbed, self.paged, len(q) if rows is None else len(rows), self.device)
             tokens, heads = q_latent.shape[:2]
             latent = self.scratch.take("latent_out", tokens * heads * self.paged.v_head_size, q.dtype).view(tokens, heads, -1)
             part_lse = lse if rows is None or lse is None else self.scratch.take("latent_lse", heads * tokens, lse.dtype).view(heads, tokens)
@@ -171,10 +169,11 @@ class MlaRouter(Router):
                     plan=decode.plan, scratch=self.scratch, work=decode.work,
                 ),
             )  # fmt: skip
+            projected = check_projected(up_project_v(latent), self.dense, tokens, self.device)
             if rows is None:
-                out.copy_(up_project_v(latent))
+                out.copy_(projected)
             else:
-                out[rows] = up_project_v(latent)
+                out[rows] = projected
                 if lse is not None and part_lse is not None:
                     lse[:, rows] = part_lse
         return (out, lse) if lse is not None else out

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tritonattn.batch import DECODE, EXTEND, PREFILL, DecodeLaunch, ExtendLaunch, Ints, Plan, TileLaunch, Upload, classify
+from tritonattn.batch import DECODE, EXTEND, PREFILL, DecodeLaunch, ExtendLaunch, Ints, Plan, TileLaunch, Upload, kinds_of
 from tritonattn.checks import check_plan, check_router, check_run
 from tritonattn.plan import MAX_SPLITS, ContextRow, DecodeWork, decode_plan, prefill_row
 from tritonattn.problem import AttnProblem
@@ -57,9 +57,8 @@ class Router:
     ) -> None:  # fmt: skip
         v_head_size = head_size if v_head_size is None else v_head_size
         kv_dtype = dtype if kv_dtype is None else kv_dtype
-        self.device = with_index(torch.device(device))
-        self.params = check_router(
-            num_q_heads, num_kv_heads, head_size, v_head_size, dtype, self.device, kv_layout, kv_dtype, decode_threshold,
+        self.device, self.params = check_router(
+            num_q_heads, num_kv_heads, head_size, v_head_size, dtype, device, kv_layout, kv_dtype, decode_threshold,
             chunk_tokens, batch_invariant, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale,
         )  # fmt: skip
         self.kv_layout = kv_layout
@@ -110,7 +109,7 @@ class Router:
             query_lens, seq_lens, block_table, self.device, self.block_size, self.decode_threshold
         )
         batch = len(query)
-        kinds = classify(query, context, self.decode_threshold)
+        kinds = kinds_of(query, context, self.decode_threshold)
         live = query > 0
         decode_only = not np.count_nonzero(kinds[live])
         num_tokens = int(np.add.reduce(query))
@@ -276,6 +275,8 @@ class Router:
 
     def _knows(self, plan: Plan) -> bool:
         """Made here, and what it put on the device is still there."""
+        if type(plan) is not Plan:
+            raise TypeError(f"{type(self).__name__}.run: plan must be one that `plan` gave, got {type(plan).__name__}")
         return plan.router is self and (not plan.decode_only or self._latest.get(plan.num_seqs) == plan.version)
 
     def _repeats(self, plan: Plan) -> dict:
@@ -342,12 +343,6 @@ class Router:
 
         width, dtype, device = self.dense.v_head_size, q.dtype, q.device
         return take(new_out) if out is None else out, take(new_lse) if return_lse else None
-
-
-def with_index(device: torch.device) -> torch.device:
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
 
 
 @cache

@@ -1,10 +1,27 @@
-"""Where a command of this package runs kernels."""
+"""Where kernels run: the device that a caller names, and the one that a command of this package takes."""
 
 from __future__ import annotations
 
 import os
 
 import torch
+
+
+def device_of(device: torch.device | str) -> torch.device:
+    """The device that is meant, a GPU with its number. ValueError, TypeError: torch knows no such device, or finds no such GPU."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise ValueError(f"device must be one that torch knows, such as cuda:0 or cpu, got {device!r}") from None
+    except TypeError:
+        raise TypeError(f"device must be a torch.device or its name, got {type(device).__name__}") from None
+    if found.type != "cuda":
+        return found
+    count = torch.cuda.device_count()
+    index = found.index if found.index is not None else torch.cuda.current_device() if count else 0
+    if index >= count:
+        raise ValueError(f"device must be one of the GPUs that torch finds, of which there are {count}, got {found}")
+    return torch.device("cuda", index)
 
 
 def working_device() -> torch.device:

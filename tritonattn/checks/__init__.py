@@ -19,12 +19,21 @@ from tritonattn.checks.mla import (
     check_up_projected,
 )
 from tritonattn.checks.reasons import HEAD_SIZE_STEP, MAX_HEAD_SIZE, MIN_HEAD_SIZE
-from tritonattn.checks.router import check_absorbed, check_mla_router, check_mla_run, check_plan, check_router, check_run
+from tritonattn.checks.router import (
+    check_absorbed,
+    check_lengths,
+    check_mla_router,
+    check_mla_run,
+    check_plan,
+    check_projected,
+    check_router,
+    check_run,
+)
 
 __all__ = [
     "HEAD_SIZE_STEP", "LATENT_STEP", "MAX_HEAD_SIZE", "MAX_LATENT", "MAX_ROPE", "MIN_HEAD_SIZE",
-    "check_absorbed", "check_decode", "check_extend", "check_gather", "check_merge", "check_mla_cache_write",
+    "check_absorbed", "check_decode", "check_extend", "check_gather", "check_lengths", "check_merge", "check_mla_cache_write",
     "check_mla_decode", "check_mla_extend", "check_mla_gather", "check_mla_router", "check_mla_run",
-    "check_plan", "check_prefill", "check_reshape_and_cache", "check_router", "check_run",
+    "check_plan", "check_prefill", "check_projected", "check_reshape_and_cache", "check_router", "check_run",
     "check_up_projected",
 ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tritonattn import layouts
@@ -104,15 +105,20 @@ def check_mla_extend(
     return problem_of(q, num_kv_heads, v_head_size, q.dtype, "dense", 0, params), latent_halves(kv_cache, kv_lora_rank), params
 
 
-def check_up_projected(k, v, num_tokens: int, problem: AttnProblem) -> None:
-    """What `up_project` gave back."""
-    reasons = Reasons("mla_extend", k)
+def check_up_projected(made, num_tokens: int, problem: AttnProblem, device: torch.device) -> tuple[Tensor, Tensor]:
+    """What `up_project` gave back: keys and values of that many tokens."""
+    if not isinstance(made, tuple | list) or len(made) != 2:
+        got = f"{len(made)} of them" if isinstance(made, tuple | list) else type(made).__name__
+        raise TypeError(f"mla_extend: up_project must give back a pair (k, v) of tensors, got {got}")
+    k, v = made
+    reasons = Reasons("mla_extend", None, device)
     reasons.rows("k from up_project", k, 3, (problem.dtype,))
     reasons.rows("v from up_project", v, 3, (problem.dtype,))
     reasons.stop()
     reasons.shape("k from up_project", k, (num_tokens, problem.num_kv_heads, problem.head_size))
     reasons.shape("v from up_project", v, (num_tokens, problem.num_kv_heads, problem.v_head_size))
     reasons.done()
+    return k, v
 
 
 def check_mla_cache_write(latent, rope, kv_cache, slot_mapping, *, kv_descale, rope_descale) -> CacheView:

@@ -16,6 +16,7 @@ from torch import Tensor
 from tritonattn import layouts
 from tritonattn.problem import FP8_DTYPES
 from tritonattn.tuning.arch import detect
+from tritonattn.where import device_of
 
 Ints = NDArray[np.int32]
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,6 +54,16 @@ class Reasons:
     def _raise(self) -> NoReturn:
         error = ValueError if self.values else TypeError
         raise error(f"{self.op}: " + "; ".join(self.types + self.values))
+
+    def place(self, device: torch.device | str) -> torch.device:
+        """The device that the caller names, which is where all tensors must be; where torch has none such, "meta" stands for it."""
+        try:
+            self.device = device_of(device)
+        except TypeError as error:
+            self.types.append(str(error))
+        except ValueError as error:
+            self.values.append(str(error))
+        return self.device or torch.device("meta")
 
     # -- tensors --------------------------------------------------------------------------------------------------
 

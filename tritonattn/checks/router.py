@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tritonattn import layouts
@@ -16,9 +17,10 @@ from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, MlaParams, d
 def check_router(
     num_q_heads, num_kv_heads, head_size, v_head_size, dtype, device, kv_layout, kv_dtype, decode_threshold, chunk_tokens,
     batch_invariant, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale,
-) -> AttnParams:  # fmt: skip
-    """Arguments of `Router`."""
-    reasons = Reasons("Router", None, device)
+) -> tuple[torch.device, AttnParams]:  # fmt: skip
+    """Arguments of `Router`. Gives its device, and the options of its layers."""
+    reasons = Reasons("Router", None)
+    place = reasons.place(device)
     sizes = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "v_head_size": v_head_size}
     for name, value in sizes.items():
         reasons.integer(name, value, 1)
@@ -42,10 +44,11 @@ def check_router(
         reasons.descale(name, value, num_kv_heads)
     reasons.hardware(kv_dtype)
     reasons.done()
-    return AttnParams(
+    params = AttnParams(
         default_scale(softmax_scale, head_size), causal, tuple(window_size), softcap, alibi_slopes, sinks,
         None, k_descale, v_descale,
     )  # fmt: skip
+    return place, params
 
 
 def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_threshold) -> tuple[Ints, Ints, Ints, int]:
@@ -75,6 +78,20 @@ def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_thr
                 reasons.each(f"seq_lens must fit in block_table, {held} tokens in the cache", stored, stored > held)
     reasons.done()
     return query, seq, context, longest
+
+
+def check_lengths(op, query_lens, context_lens, decode_threshold) -> tuple[Ints, Ints]:
+    """Arguments of `classify` and `reorder_batch`. Gives the lengths as int32."""
+    reasons = Reasons(op, None)
+    query, context = reasons.lengths("query_lens", query_lens), reasons.lengths("context_lens", context_lens)
+    reasons.integer("decode_threshold", decode_threshold, 1)
+    reasons.stop()
+    if len(query) != len(context):
+        reasons.values.append(f"context_lens must be as long as query_lens, {len(query)}, got {len(context)}")
+    reasons.each("query_lens must be at least 0", query, query < 0)
+    reasons.each("context_lens must be at least 0", context, context < 0)
+    reasons.done()
+    return query, context
 
 
 STALE = "plan must be the latest of its batch size that this router made (decode-only plans of one size share a buffer), got another"
@@ -131,9 +148,10 @@ def check_run(
 def check_mla_router(
     num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, device, kv_dtype, decode_threshold, chunk_tokens,
     block_size, softmax_scale, causal, kv_descale, rope_descale,
-) -> tuple[AttnParams, MlaParams]:  # fmt: skip
-    """Arguments of `MlaRouter`. Gives the options of the dense passes and of decode."""
-    reasons = Reasons("MlaRouter", None, device)
+) -> tuple[torch.device, AttnParams, MlaParams]:  # fmt: skip
+    """Arguments of `MlaRouter`. Gives its device, and the options of the dense passes and of decode."""
+    reasons = Reasons("MlaRouter", None)
+    place = reasons.place(device)
     sizes = {
         "num_heads": num_heads, "kv_lora_rank": kv_lora_rank, "qk_nope_head_dim": qk_nope_head_dim, "qk_rope_head_dim": qk_rope_head_dim,
         "v_head_dim": v_head_dim, "decode_threshold": decode_threshold, "chunk_tokens": chunk_tokens,
@@ -155,7 +173,7 @@ def check_mla_router(
     reasons.descale("rope_descale", rope_descale, 1)
     reasons.hardware(kv_dtype)
     reasons.done()
-    return AttnParams(softmax_scale, causal), MlaParams(softmax_scale, causal, None, kv_descale, rope_descale)
+    return place, AttnParams(softmax_scale, causal), MlaParams(softmax_scale, causal, None, kv_descale, rope_descale)
 
 
 def check_mla_run(
@@ -197,10 +215,10 @@ def check_mla_run(
     return None if kv_cache is None else latent_halves(kv_cache, paged.v_head_size), params
 
 
-def check_absorbed(q, problem: AttnProblem, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+def check_absorbed(q, problem: AttnProblem, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """What `absorb` gave back: one tensor, or a latent and a rope part."""
     latent, rope = q if isinstance(q, tuple | list) and len(q) == 2 else (q, None)
-    reasons = Reasons("MlaRouter.run", latent)
+    reasons = Reasons("MlaRouter.run", None, device)
     reasons.rows("q from absorb", latent, 3, (problem.dtype,))
     if rope is not None:
         reasons.rows("rope part of q from absorb", rope, 3, (problem.dtype,))
@@ -212,3 +230,13 @@ def check_absorbed(q, problem: AttnProblem, num_tokens: int) -> tuple[Tensor, Te
         reasons.shape("rope part of q from absorb", rope, need)
     reasons.done()
     return latent, rope
+
+
+def check_projected(v, problem: AttnProblem, num_tokens: int, device: torch.device) -> Tensor:
+    """What `up_project_v` gave back. It is rounded to the dtype of the result, whatever float it is."""
+    reasons = Reasons("MlaRouter.run", None, device)
+    reasons.tensor("v from up_project_v", v, 3, FLOATS)
+    reasons.stop()
+    reasons.shape("v from up_project_v", v, (num_tokens, problem.num_q_heads, problem.v_head_size))
+    reasons.done()
+    return v

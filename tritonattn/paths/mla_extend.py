@@ -45,9 +45,7 @@ def run_mla_extend(
             lengths=row.lengths, block_table=block_table, num_seqs=num_seqs, chunk=(begin, end), aligned=False,
         )  # fmt: skip
         count = end - begin
-        keys, values = up_project(latent[:count, 0], rope[:count, 0])
-        check_up_projected(keys, values, count, problem)
-        return keys, values
+        return check_up_projected(up_project(latent[:count, 0], rope[:count, 0]), count, problem, q.device)
 
     run_chunks(
         problem, params, q, k, v, out, lse, load=load, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, row=row,
