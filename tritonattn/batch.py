@@ -1,6 +1,7 @@
 """A batch as the router sees it: the kind of each request, the order of kinds, and the launches that a plan is made of.
 
-Host arithmetic alone; `Upload` is how its arrays reach the device.
+Host arithmetic alone; `Upload` is how its arrays reach the device. A plan is made every step, from arrays so short that a call costs more
+than its arithmetic: hence the constants below, which NumPy takes in half the time of a Python number.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tritonattn.checks import check_lengths
 from tritonattn.plan import ContextRow, DecodePlan, DecodeWork
 
 Ints = NDArray[np.int32]
+Sent = Sequence[Tensor]
 
 
 class Kind(IntEnum):
@@ -31,6 +33,14 @@ class Kind(IntEnum):
 
 
 DECODE, EXTEND, PREFILL = (int(kind) for kind in Kind)  # an enum's member costs ten times an integer, at every use
+ZERO, ONE = (np.array(number, np.int32) for number in (0, 1))
+
+
+def starts(lengths: Ints) -> Ints:
+    """[n + 1] int32: the sums of the first 0 .. n lengths."""
+    sums = np.zeros(len(lengths) + 1, np.int32)
+    np.add.accumulate(lengths, 0, None, sums[1:])  # a third of the time of `cumsum`
+    return sums
 
 
 def classify(query_lens: Sequence[int] | Ints, context_lens: Sequence[int] | Ints, decode_threshold: int = 1) -> Ints:
@@ -99,7 +109,7 @@ class TileLaunch:
     max_seqlen_q: int
     num_tiles: int
     tiles: Tensor
-    """[num_tiles, 2] int32: sequence, first row; those with most keys last, which is where kernels begin."""
+    """[num_tiles, 2] int32, flat: sequence, first row; those with most keys last, which is where kernels begin."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -126,8 +136,6 @@ class Plan:
     num_tokens: int
     query_lens: Ints
     seq_lens: Ints
-    kinds: Ints
-    """The `Kind` of each request."""
     decode: DecodeLaunch | None
     extend: ExtendLaunch | None
     prefill: TileLaunch | None
@@ -141,6 +149,11 @@ class Plan:
     version: int
     router: Any = field(repr=False)
     """The router that made it, and alone can run it."""
+
+    @cached_property
+    def kinds(self) -> Ints:
+        """The `Kind` of each request."""
+        return kinds_of(self.query_lens, self.seq_lens - self.query_lens, self.router.decode_threshold)
 
     @cached_property
     def order(self) -> list[int]:
@@ -165,35 +178,36 @@ class Plan:
 
 
 class Upload:
-    """Arrays laid one behind the other, in host memory and at the same places of a device buffer.
+    """Arrays that reach the device in one copy."""
 
-    views: of that buffer, by place, where earlier uploads went to it.
-    """
+    def __init__(self) -> None:
+        self._arrays: list[NDArray[np.integer]] = []
+        self._sizes: list[int] = []
 
-    def __init__(self, device: Tensor, views: dict[tuple[int, int], Tensor] | None = None) -> None:
-        self._device = device
-        self._views = {} if views is None else views
-        self._host = torch.empty(len(device), dtype=torch.int32, device="cpu", pin_memory=device.is_cuda)
-        self._array: Ints = self._host.numpy()
-        self._used = 0
+    def put(self, array: NDArray[np.integer]) -> int:
+        """Takes a flat array, at a multiple of 16 bytes. Its number among the tensors that `send` gives."""
+        number, size = len(self._sizes), array.size
+        self._arrays.append(array)
+        self._sizes.append(size)
+        if gap := -size % 4:
+            self._arrays.append(_GAPS[gap])
+            self._sizes.append(gap)
+        return number
 
-    def room(self, count: int, width: int = 0) -> tuple[Ints, Tensor]:
-        """A place for [count] or [count, width] values, 16-byte aligned: to be written to, and on the device, which has them after `send`."""
-        begin, size = self._used, count * max(width, 1)
-        self._used = (begin + size + 3) // 4 * 4
-        host, view = self._array[begin : begin + size], self._views.get((begin, size))
-        if view is None:
-            view = self._device.narrow(0, begin, size)  # half the time of a slice
-            view = self._views[begin, size] = view.view(count, width) if width else view
-        return host.reshape(count, width) if width else host, view
+    def send(self, device: torch.device, kept: dict[tuple[int, ...], tuple[Tensor, Sent]] | None = None) -> Sent:
+        """The arrays as int32. ``kept``: earlier buffers, of which arrays of the same sizes take the place."""
+        # Pinned; the memory is kept by its allocator until the copy is done.
+        host = torch.empty(sum(self._sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        np.concatenate(self._arrays, out=host.numpy())
+        if kept is None:
+            return host.to(device, non_blocking=True).split_with_sizes(self._sizes)  # a third of the time of a slice each
+        sizes = tuple(self._sizes)
+        if sizes not in kept:
+            buffer = torch.empty(len(host), dtype=torch.int32, device=device)
+            kept[sizes] = buffer, buffer.split_with_sizes(self._sizes)
+        buffer, sent = kept[sizes]
+        buffer.copy_(host, non_blocking=True)
+        return sent
 
-    def put(self, array: NDArray[np.integer]) -> Tensor:
-        """The place of the array on the device."""
-        host, view = self.room(array.size)
-        host[:] = array.reshape(-1)
-        return view
 
-    def send(self) -> None:
-        """One copy; the pinned memory is kept by its allocator until the copy is done."""
-        used = self._used
-        self._device.narrow(0, 0, used).copy_(self._host.narrow(0, 0, used), non_blocking=True)
+_GAPS = [np.zeros(gap, np.int32) for gap in range(4)]

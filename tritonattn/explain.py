@@ -105,7 +105,7 @@ def explain(router: Router, plan: Plan, arch: Arch) -> dict[str, Any]:
     kinds = [Kind(kind) for kind in plan.kinds]
     splits: dict[int, int] = {}
     if plan.decode:
-        items = plan.decode.work.items.tolist()  # on the CPU here: nothing is read from a device
+        items = plan.decode.work.items.view(-1, 3).tolist()  # on the CPU here: nothing is read from a device
         splits = {sequence: count for sequence, _, count in items if count}
     return {
         "arch": arch.name, "gpu": arch.sku, "compute_units": arch.compute_units,

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tritonattn.batch import DecodeLaunch, Ints, Plan, Upload
+from tritonattn.batch import DecodeLaunch, Ints, Plan, Sent, Upload, starts
 from tritonattn.checks import check_absorbed, check_mla_router, check_mla_run, check_projected
 from tritonattn.problem import AttnProblem
 from tritonattn.router import ASSUMED_BLOCK_SIZE, Router
@@ -80,20 +80,18 @@ class MlaRouter(Router):
         self.row_align = 1  # no projection is spent on gaps
         self._start()
 
-    def _decode_launch(
-        self, upload: Upload, ids: NDArray[np.int64], query: Ints, seq: Ints, block_table: Tensor | None, fixed: bool
-    ) -> MlaDecodeLaunch:
-        launch = super()._decode_launch(upload, ids, query, seq, block_table, fixed)
-        starts = query.cumsum() - query
-        tokens, cu_seqlens_q = None, None
-        if not fixed:
-            counts = np.zeros_like(query)
-            counts[ids] = query[ids]
-            cu = np.zeros(len(query) + 1, np.int32)
-            counts.cumsum(out=cu[1:])
-            tokens = upload.put(np.arange(cu[-1]) + (starts - cu[:-1]).repeat(counts))
-            cu_seqlens_q = upload.put(cu)
-        return MlaDecodeLaunch(**vars(launch), tokens=tokens, cu_seqlens_q=cu_seqlens_q)
+    def _decode_part(
+        self, upload: Upload, ids: NDArray[np.int64] | None, query: Ints, seq: Ints, block_table: Tensor | None
+    ) -> Callable[[Sent], MlaDecodeLaunch]:
+        launch = super()._decode_part(upload, ids, query, seq, block_table)
+        if ids is None:
+            return lambda sent: MlaDecodeLaunch(**vars(launch(sent)), tokens=None, cu_seqlens_q=None)
+        counts = np.zeros_like(query)
+        counts[ids] = query[ids]
+        cu = starts(counts)
+        at_tokens = upload.put(np.arange(cu.item(-1)) + (starts(query) - cu)[:-1].repeat(counts))
+        at_cu = upload.put(cu)
+        return lambda sent: MlaDecodeLaunch(**vars(launch(sent)), tokens=sent[at_tokens], cu_seqlens_q=sent[at_cu])
 
     def run(  # type: ignore[override]
         self, plan: Plan, q: Tensor, k: Tensor | None, v: Tensor | None, kv_cache: Tensor | None, *, absorb: Absorb, up_project: UpProject,

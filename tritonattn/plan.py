@@ -113,7 +113,7 @@ def decode_plan(
 
 
 class DecodeWork(NamedTuple):
-    """The parts of a decode batch in which each sequence has its own number of splits. int32, on the device."""
+    """The parts of a decode batch in which each sequence has its own number of splits. int32, flat, on the device."""
 
     items: Tensor  # [num_items, 3] sequence, split, splits of it; 0 splits: no item
     num_items: int

@@ -6,7 +6,7 @@ buffer, so requests may arrive in any order and no token is moved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
@@ -14,16 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tritonattn.batch import DECODE, EXTEND, PREFILL, DecodeLaunch, ExtendLaunch, Ints, Plan, TileLaunch, Upload, kinds_of
+from tritonattn.batch import DECODE, ONE, ZERO, DecodeLaunch, ExtendLaunch, Ints, Plan, Sent, TileLaunch, Upload, starts
 from tritonattn.checks import check_plan, check_router, check_run
-from tritonattn.plan import MAX_SPLITS, ContextRow, DecodeWork, decode_plan, prefill_row
+from tritonattn.plan import MAX_SPLITS, ContextRow, DecodePlan, DecodeWork, decode_plan, prefill_row
 from tritonattn.problem import AttnProblem
 from tritonattn.scratch import Arena, keep, take
-from tritonattn.tuning.arch import detect
+from tritonattn.tuning.arch import Arch, detect
 
 ASSUMED_BLOCK_SIZE = 16  # for looking up tuning rows where the router was not told the block size
 ROW_ALIGN = 16  # a request's part of the context row starts at a multiple of this, see paths.extend
-MIN_BLOCK_M = 16  # no kernel takes fewer query rows per tile
 REDUCTION_SHARE = 8  # a split reads at least this many times the bytes that merging it moves
 
 
@@ -80,7 +79,8 @@ class Router:
         """What every kind of router has beside its problem."""
         self.scratch = Arena(self.device)
         self._arch = detect(self.device)
-        self._fixed: dict[int, tuple[Tensor, dict[tuple[int, int], Tensor]]] = {}
+        self._threshold = np.array(self.decode_threshold, np.int32)
+        self._fixed: dict[tuple[int, ...], tuple[Tensor, Sent]] = {}
         self._version = 0
         self._latest: dict[int, int] = {}
         self._decode_runs: dict = {}
@@ -109,120 +109,127 @@ class Router:
             query_lens, seq_lens, block_table, self.device, self.block_size, self.decode_threshold
         )
         batch = len(query)
-        kinds = kinds_of(query, context, self.decode_threshold)
-        live = query > 0
-        decode_only = not np.count_nonzero(kinds[live])
-        num_tokens = int(np.add.reduce(query))
-        max_cached_len, none = max_seq_len, np.zeros(0, np.int64)
-        extended = prefilled = none
-        # In a decode-only batch padding keeps its place, so that the grid stays that of the graph.
-        decoded = np.arange(batch)
-        if not decode_only:
-            path = np.where(live, kinds, -1)
-            decoded, extended, prefilled = (path == DECODE).nonzero()[0], (path == EXTEND).nonzero()[0], (path == PREFILL).nonzero()[0]
-            max_cached_len = int(np.maximum.reduce(np.where(kinds == DECODE, seq, context)))
-
-        upload = self._begin_upload(batch, num_tokens, decode_only)
-        cu_seqlens_q, device_cu_seqlens_q = upload.room(batch + 1)
-        cu_seqlens_q[0] = 0
-        query.cumsum(out=cu_seqlens_q[1:])
-        plan = Plan(
-            num_seqs=batch, num_tokens=num_tokens, query_lens=query, seq_lens=seq, kinds=kinds, device_cu_seqlens_q=device_cu_seqlens_q,
-            device_seq_lens=upload.put(seq), device_context_lens=upload.put(context), block_table=block_table,
-            decode=self._decode_launch(upload, decoded, query, seq, block_table, decode_only) if len(decoded) else None,
-            extend=self._extend_launch(upload, extended, query, context, context) if len(extended) else None,
-            prefill=self._tile_launch(upload, self.dense, prefilled, query, context) if len(prefilled) else None,
+        new, live = context == ZERO, query > ZERO
+        long = query > self._threshold
+        others = (long | new) & live
+        cu_seqlens_q, max_cached_len = starts(query), max_seq_len
+        upload = Upload()
+        at_cu, at_seq, at_context = upload.put(cu_seqlens_q), upload.put(seq), upload.put(context)
+        decode = extend = prefill = None
+        decode_only = not np.count_nonzero(others)
+        if decode_only:
+            if batch:
+                decode = self._decode_part(upload, None, query, seq, block_table)
+        else:
+            extended, prefilled = (long & ~new).nonzero()[0], (new & live).nonzero()[0]
+            decoded = (live & ~others).nonzero()[0]
+            cached = context + query * ~(long | new)
+            max_cached_len = int(cached.item(cached.argmax()))
+            if len(decoded):
+                decode = self._decode_part(upload, decoded, query, seq, block_table)
+            if len(extended):
+                extend = self._extend_part(upload, extended, query, context, context)
+            if len(prefilled):
+                prefill = self._tile_part(upload, self.dense, prefilled, query, context)
+        sent = self._send(upload, batch, decode_only)
+        return Plan(
+            num_seqs=batch, num_tokens=int(cu_seqlens_q.item(batch)), query_lens=query, seq_lens=seq, device_cu_seqlens_q=sent[at_cu],
+            device_seq_lens=sent[at_seq], device_context_lens=sent[at_context], block_table=block_table,
+            decode=decode and decode(sent), extend=extend and extend(sent), prefill=prefill and prefill(sent),
             max_cached_len=max_cached_len, max_seq_len=max_seq_len, version=self._version, router=self,
         )  # fmt: skip
-        upload.send()
-        return plan
 
-    def _begin_upload(self, batch: int, num_tokens: int, decode_only: bool) -> Upload:
-        """Room for every array of a plan: some per request, those of decode parts, those of tiles."""
+    def _send(self, upload: Upload, batch: int, decode_only: bool) -> Sent:
+        """The plans of decodes alone take turns in buffers that stay."""
         self._version += 1
-        parts = batch * MAX_SPLITS if self.batch_invariant else batch + MAX_SPLITS
-        room = 16 * (batch + 8) + 6 * (parts + 8)
         if not decode_only:
-            room += self.decode_threshold * (batch + 8) + 6 * (num_tokens // MIN_BLOCK_M + batch)
-            return Upload(torch.empty(room, dtype=torch.int32, device=self.device))
+            return upload.send(self.device)
         self._latest[batch] = self._version
-        if batch not in self._fixed:
-            self._fixed[batch] = torch.empty(room, dtype=torch.int32, device=self.device), {}
-        return Upload(*self._fixed[batch])
+        return upload.send(self.device, self._fixed)
 
-    def _decode_launch(
-        self, upload: Upload, ids: NDArray[np.int64], query: Ints, seq: Ints, block_table: Tensor | None, fixed: bool
-    ) -> DecodeLaunch:
+    def _decode_part(
+        self, upload: Upload, ids: NDArray[np.int64] | None, query: Ints, seq: Ints, block_table: Tensor | None
+    ) -> Callable[[Sent], DecodeLaunch]:
         """Cut the keys into parts of about equal length over the whole batch, as many as fill the device; longest requests first.
 
-        ``batch_invariant``: as if each request were alone. ``fixed``: every size that a graph records is one that all batches of
-        this many requests share; the lists are filled up with items that do nothing.
+        ids: None for all requests, padding in its place: then every size that a graph records is one that all batches of this many
+        requests share; the lists are filled up with items that do nothing. ``batch_invariant``: as if each request were alone.
         """
-        problem, left = self.paged, self.params.window_size[0]
-        keys, queries = seq[ids], query[ids]
+        problem, left, fixed = self.paged, self.params.window_size[0], ids is None
+        keys, queries = (seq, query) if ids is None else (seq[ids], query[ids])
         if left >= 0:
             keys = np.minimum(keys, left + queries)
-        by_length = (-keys).argsort(kind="stable")
-        ids, keys = ids[by_length], keys[by_length]
+        order = (-keys).argsort(kind="stable")
+        ids, keys = order if ids is None else ids[order], keys[order]
         count = len(ids)
-        max_q = self.decode_threshold if fixed or self.batch_invariant else int(np.maximum.reduce(queries))
+        max_q = self.decode_threshold if fixed or self.batch_invariant else int(queries.item(queries.argmax()))
         if self.batch_invariant:
             plan = decode_plan(self._arch, problem, 1, max_q, self.chunk_tokens)
         else:
             longest = block_table.shape[1] * problem.block_size if fixed and block_table is not None else int(keys[0])
             plan = decode_plan(self._arch, problem, count, max_q, longest)
-        programs = int(plan.row.config["programs_per_cu"] * self._arch.compute_units)
-        parts = min(max(1, programs // (problem.num_kv_heads * plan.row_blocks)), MAX_SPLITS)
-        work = keys if self.batch_invariant else int(np.add.reduce(keys, dtype=np.int64))
-        length = np.maximum(-(-work // parts), plan.row.config.get("keys_per_split") or _least_split(problem, max_q))
-        splits = np.maximum((2 * keys + length) // (2 * length), 1)
-        num_items, num_merges = int(np.add.reduce(splits)), int(np.count_nonzero(splits > 1))
-        most, most_merges = num_items, num_merges
-        if fixed:
-            most, most_merges = (count * parts, count) if self.batch_invariant else (count + parts, min(count, parts))
-        (items, device_items), (merges, device_merges) = upload.room(most, 3), upload.room(most_merges, 3)
-        items[num_items:], merges[num_merges:] = 0, 0
-        if num_merges:
-            first = splits.cumsum() - splits
-            items[:num_items, 0], items[:num_items, 2] = ids.repeat(splits), splits.repeat(splits)
-            items[:num_items, 1] = np.arange(num_items) - first.repeat(splits)
-            cut = (splits > 1).nonzero()[0]
-            merges[:num_merges, 0], merges[:num_merges, 1], merges[:num_merges, 2] = ids[cut], first[cut], splits[cut]
+        parts, least = _split_rule(self._arch, problem, plan, max_q)
+        if self.batch_invariant:
+            length = np.maximum(-(-keys // parts), least)
         else:
-            items[:num_items, 0], items[:num_items, 1], items[:num_items, 2] = ids, 0, 1
-        return DecodeLaunch(plan, count, max_q, splits, DecodeWork(device_items, most, device_merges, most_merges))
+            length = np.array(max(-(-int(np.add.reduce(keys, 0, np.int64)) // parts), least), np.int32)
+        splits = np.maximum((keys + keys + length) // (length + length), ONE)
+        num_cut = int(np.count_nonzero(splits > ONE))  # the first ones, being the longest
+        cut = splits[:num_cut]
+        ends = cut.cumsum()
+        num_items = count - num_cut + (int(ends.item(-1)) if num_cut else 0)
+        most, most_cut = num_items, num_cut
+        if fixed:
+            most, most_cut = (count * parts, count) if self.batch_invariant else (count + parts, min(count, parts))
+        items, merges = np.zeros((most, 3), np.int32), np.zeros((most_cut, 3), np.int32)
+        if num_cut:
+            merges[:num_cut, 0], merges[:num_cut, 1], merges[:num_cut, 2] = ids[:num_cut], ends - cut, cut
+            of_cut = merges[:num_cut].repeat(cut, 0)
+            items[: len(of_cut)] = of_cut
+            items[: len(of_cut), 1] = np.arange(len(of_cut)) - of_cut[:, 1]
+        whole = items[num_items - count + num_cut : num_items]
+        whole[:, 0], whole[:, 2] = ids[num_cut:], ONE
+        at_items, at_merges = upload.put(items.reshape(-1)), upload.put(merges.reshape(-1))
+        return lambda sent: DecodeLaunch(plan, count, max_q, splits, DecodeWork(sent[at_items], most, sent[at_merges], most_cut))
 
-    def _tile_launch(self, upload: Upload, problem: AttnProblem, ids: NDArray[np.int64], query: Ints, context: Ints) -> TileLaunch:
+    def _tile_part(
+        self, upload: Upload, problem: AttnProblem, ids: NDArray[np.int64], query: Ints, context: Ints
+    ) -> Callable[[Sent], TileLaunch]:
         queries = query[ids]
-        max_q = self.chunk_tokens if self.batch_invariant else int(np.maximum.reduce(queries))
-        block_m = prefill_row(self._arch, problem, max_q).config["BLOCK_M"]
+        max_q = self.chunk_tokens if self.batch_invariant else int(queries.item(queries.argmax()))
+        block_m = np.array(prefill_row(self._arch, problem, max_q).config["BLOCK_M"], np.int32)
         blocks = -(-queries // block_m)
-        num_tiles = int(np.add.reduce(blocks))
-        tiles = np.empty((num_tiles, 2), np.int32)
-        tiles[:, 0] = ids.repeat(blocks)
-        tiles[:, 1] = (np.arange(num_tiles) - (blocks.cumsum() - blocks).repeat(blocks)) * block_m
-        by_keys = (tiles[:, 1] + context[tiles[:, 0]]).argsort(kind="stable")
-        host, device = upload.room(num_tiles, 2)
-        tiles.take(by_keys, axis=0, out=host)
-        return TileLaunch(max_q, num_tiles, device)
+        first = starts(blocks)
+        num_tiles = int(first.item(-1))
+        tiles = np.empty((len(ids), 2), np.int32)
+        tiles[:, 0], tiles[:, 1] = ids, first[:-1]
+        tiles = tiles.repeat(blocks, 0)
+        tiles[:, 1] = (np.arange(num_tiles, dtype=np.int32) - tiles[:, 1]) * block_m
+        if len(ids) > 1:  # one is in order
+            tiles = tiles[(tiles[:, 1] + context[tiles[:, 0]]).argsort(kind="stable")]
+        at = upload.put(tiles.reshape(-1))
+        return lambda sent: TileLaunch(max_q, num_tiles, sent[at])
 
-    def _extend_launch(self, upload: Upload, ids: NDArray[np.int64], query: Ints, context: Ints, end: Ints) -> ExtendLaunch:
+    def _extend_part(
+        self, upload: Upload, ids: NDArray[np.int64], query: Ints, context: Ints, end: Ints
+    ) -> Callable[[Sent], ExtendLaunch]:
         """Requests whose keys are cached up to ``end``; from the first on that a query sees."""
-        tiles = self._tile_launch(upload, self.extended, ids, query, context)
+        tiles = self._tile_part(upload, self.extended, ids, query, context)
         align, start_align = self.row_align, self.paged.start_align
         left = self.params.window_size[0]
-        (starts, device_starts), (lengths, device_lengths) = upload.room(len(context)), upload.room(len(context))
-        cu, device_cu = upload.room(len(context) + 1)
-        starts[:] = np.maximum(context - left, 0) // start_align * start_align if left >= 0 else 0
-        lengths[:], cu[0] = 0, 0
-        lengths[ids] = end[ids] - starts[ids]
-        room = (lengths + (align - 1)) // align * align
-        if self.batch_invariant:
-            _pack_whole(room, -(-self.chunk_tokens // ROW_ALIGN) * ROW_ALIGN, cu)
-        else:
-            room.cumsum(out=cu[1:])
-        row = ContextRow(device_starts, device_lengths, device_cu)
-        return ExtendLaunch(tiles.max_seqlen_q, tiles.num_tiles, tiles.tiles, row, int(cu[-1]))
+        first, lengths = np.zeros_like(context), np.zeros_like(context)
+        if left >= 0:
+            first = np.maximum(context - left, 0) // start_align * start_align
+        lengths[ids] = end[ids] - first[ids]
+        room = lengths if align == 1 else (lengths + (align - 1)) // align * align
+        cu = _pack_whole(room, -(-self.chunk_tokens // ROW_ALIGN) * ROW_ALIGN) if self.batch_invariant else starts(room)
+        row_length = int(cu.item(-1))
+        at_row = upload.put(first), upload.put(lengths), upload.put(cu)
+
+        def launch(sent: Sent) -> ExtendLaunch:
+            return ExtendLaunch(**vars(tiles(sent)), row=ContextRow(*(sent[at] for at in at_row)), row_length=row_length)
+
+        return launch
 
     def _extend_all(self, plan: Plan) -> ExtendLaunch | None:
         """Extend and prefill requests together, for layers without new keys: the first one of a plan makes it, with an upload more."""
@@ -231,9 +238,9 @@ class Router:
             ids = ((query > 0) & (plan.kinds != DECODE)).nonzero()[0]
             self._all_of, self._all = plan, None
             if len(ids):
-                upload = self._begin_upload(plan.num_seqs, plan.num_tokens, False)
-                self._all = self._extend_launch(upload, ids, query, seq - query, seq)
-                upload.send()
+                upload = Upload()
+                launch = self._extend_part(upload, ids, query, seq - query, seq)
+                self._all = launch(self._send(upload, plan.num_seqs, False))
         return self._all
 
     # -- run ------------------------------------------------------------------------------------------------------
@@ -353,12 +360,21 @@ def _least_split(problem: AttnProblem, max_seqlen_q: int) -> int:
     return -(-REDUCTION_SHARE * merged // read)
 
 
-def _pack_whole(room: Ints, chunk: int, cu: Ints) -> None:
+@cache
+def _split_rule(arch: Arch, problem: AttnProblem, plan: DecodePlan, max_seqlen_q: int) -> tuple[int, int]:
+    """Parts that fill the device with programs, and the keys that one has at least."""
+    programs = int(plan.row.config["programs_per_cu"] * arch.compute_units)
+    parts = min(max(1, programs // (problem.num_kv_heads * plan.row_blocks)), MAX_SPLITS)
+    return parts, plan.row.config.get("keys_per_split") or _least_split(problem, max_seqlen_q)
+
+
+def _pack_whole(room: Ints, chunk: int) -> Ints:
     """Offsets such that a request that fits in a chunk is not cut, and a longer one is cut at multiples of the chunk of its own."""
-    at = 0
+    at, cu = 0, np.zeros(len(room) + 1, np.int32)
     for i, size in enumerate(room.tolist()):
         if at % chunk + size > chunk and at % chunk:
             at += chunk - at % chunk
         cu[i] = at
         at += size
     cu[-1] = at
+    return cu

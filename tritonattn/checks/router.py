@@ -63,12 +63,13 @@ def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_thr
         reasons.done()
     context, longest = seq - query, 0
     if len(query):
-        longest = int(np.maximum.reduce(seq))
-        if np.minimum.reduce(query | context) < 0:  # the sign of either
+        longest, signs = int(seq.item(seq.argmax())), query | context  # `max` takes four times as long
+        if signs.item(signs.argmin()) < 0:
             reasons.each("query_lens must be at least 0", query, query < 0)
             reasons.each("seq_lens must be at least query_lens", seq, context < 0)
         if block_table is not None:
-            reasons.shape("block_table", block_table, (len(query), -1))
+            if block_table.shape[0] != len(query):
+                reasons.shape("block_table", block_table, (len(query), -1))
         elif context.any():
             reasons.each("block_table must be given where a request has context", seq, context > 0)
         if block_table is not None and block_size is not None:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonattn.batch import DecodeLaunch, ExtendLaunch, Ints, TileLaunch
+from tritonattn.batch import ZERO, DecodeLaunch, ExtendLaunch, Ints, TileLaunch, Upload
 from tritonattn.layouts import CacheView
 from tritonattn.paths.decode import run_decode
 from tritonattn.paths.extend import context_row, run_extend
@@ -133,24 +133,23 @@ class Planner(Router):
         if batch.seq_lens is None and not decode_only:
             return self._lay_out_unknown(batch)
         seq = np.full_like(query, batch.max_seq_len) if batch.seq_lens is None else batch.seq_lens
-        # In a decode-only batch padding keeps its place, so that the grid stays that of the graph.
-        decoded = np.arange(len(query)) if decode_only else (batch.decodes & live).nonzero()[0]
-        upload = self._begin_upload(len(query), batch.num_tokens, decode_only)
+        upload = Upload()
+        if decode_only:  # padding keeps its place, so that the grid stays that of the graph
+            all_of_it = self._decode_part(upload, None, query, seq, batch.block_table)
+            return BatchPlan(self, all_of_it(self._send(upload, len(query), True)), None, None, batch.device_seq_lens)
+        context = seq - query
+        at_context = upload.put(context)
+        cached = others if self.kind.cached_only else others & (context > ZERO)
+        decoded, extended, prefilled = (batch.decodes & live).nonzero()[0], cached.nonzero()[0], (others & ~cached).nonzero()[0]
         decode = extend = prefill = None
         if len(decoded):
-            decode = self._decode_launch(upload, decoded, query, seq, batch.block_table, decode_only)
-        context_lens = batch.device_seq_lens
-        if not decode_only:
-            context = seq - query
-            context_lens = upload.put(context)
-            cached = others if self.kind.cached_only else others & (context > 0)
-            extended, prefilled = cached.nonzero()[0], (others & ~cached).nonzero()[0]
-            if len(extended):
-                extend = self._extend_launch(upload, extended, query, context, seq if self.kind.cached_only else context)
-            if len(prefilled):
-                prefill = self._tile_launch(upload, self.dense, prefilled, query, context)
-        upload.send()
-        return BatchPlan(self, decode, extend, prefill, context_lens)
+            decode = self._decode_part(upload, decoded, query, seq, batch.block_table)
+        if len(extended):
+            extend = self._extend_part(upload, extended, query, context, seq if self.kind.cached_only else context)
+        if len(prefilled):
+            prefill = self._tile_part(upload, self.dense, prefilled, query, context)
+        sent = self._send(upload, len(query), False)
+        return BatchPlan(self, decode and decode(sent), extend and extend(sent), prefill and prefill(sent), sent[at_context])
 
     def _lay_out_unknown(self, batch: Batch) -> BatchPlan:
         """Without lengths on the host: every request as one whose keys are all cached, found on the device. No path for speed."""
