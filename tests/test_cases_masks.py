@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+import tritonattn
 from tests import cases
 
 
@@ -91,6 +92,24 @@ def test_case_50_sink_far_above_the_scores(device, num_splits):
     out, lse = cases.decode(batch, options=options).check(device, num_splits=num_splits)
     assert (out[:, 0].abs() < 1e-30).all() and torch.equal(lse[0].cpu(), torch.full((2,), 200.0))
     cases.extend(batch, options=options).check(device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_case_50_infinite_sinks(device, dtype):
+    """-inf is as no sink. +inf takes all weight, also over more keys, in later chunks, in other splits and in a merge; every LSE is finite."""
+    most = torch.finfo(dtype).max
+    sinks, calm = torch.tensor([-math.inf, math.inf, most], dtype=dtype), torch.tensor([-math.inf, 0.0, 0.0])
+    batch = cases.Batch([(1, 90), (2, 3)])
+    ways = {"decode_attention": [{"num_splits": 1}, {"num_splits": 3}], "extend_attention": [{"chunk_tokens": 16}]}
+    for case in (cases.decode(batch), cases.decode(batch, layout="preshuffled"), cases.extend(batch), cases.prefill([(2, 70), (1, 0)])):
+        for how in ways.get(case.op, [{}]):
+            out, lse = case.but(sinks=sinks).run(device, **how)
+            want = case.but(sinks=calm).check(device, **how)
+            torch.testing.assert_close((out[:, 0], lse[0]), (want[0][:, 0], want[1][0]), rtol=1e-5, atol=1e-5)
+            assert (out[:, 1] == 0).all() and (out[:, 2].abs() < 1e-30).all(), case.op
+            assert (lse[1:].isfinite() & (lse[1:] > 6e4)).all(), case.op
+            merged, total = tritonattn.merge_attn_states(out, lse, *want, return_lse=True)
+            assert (merged[:, 1] == 0).all() and torch.equal(total[1], lse[1])
 
 
 def test_case_50_sink_of_a_row_without_keys(device):

@@ -7,7 +7,8 @@ Shapes, units and score order are those of the words below, for every op.
 - Causal is bottom-right aligned: query `i` of a sequence sees keys `0 .. seq_len - query_len + i`. `window_size = (left, right)` is
   inclusive, -1 = unlimited.
 - `s = softmax_scale * (q . k)`, then `softcap * tanh(s / softcap)`, then `+ alibi_slope * (key - query position)`, then masks.
-  `softmax_scale=None` means `1 / sqrt(D)`. `sinks [Hq]` is one more logit per row, without a value.
+  `softmax_scale=None` means `1 / sqrt(D)`. `sinks [Hq]` is one more logit per row, without a value; -inf is
+  as none, +inf takes all weight: `out = 0`, and `lse` is the largest number, not +inf, which says "no key" to a merge.
 - A descale (`real = stored * descale`) is a float, a 1-element float32 device tensor, or `[Hkv]`.
 - `lse` is float32, natural log, `[Hq, T]`. A row that sees no key has `out = 0` and `lse = -inf` (with a sink: `lse = sink`).
 """

@@ -171,7 +171,7 @@ def decode(
     m = tl.full([ROWS], softmax.NEG_INF, tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     if sinks is not None:
-        sink = tl.load(sinks + head, mask=row_ok, other=0.0).to(tl.float32) * softmax.LOG2E
+        sink = softmax.sink_score(tl.load(sinks + head, mask=row_ok, other=0.0))
         m = tl.where(split == 0, sink, m)
         l = tl.where(split == 0, 1.0, l)
     acc0 = tl.zeros([ROWS, V0], tl.float32)

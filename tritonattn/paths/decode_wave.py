@@ -248,7 +248,7 @@ def decode_wave(
     l = tl.zeros([WAVES, WAVE_ROWS, TOKENS], tl.float32)
     if sinks is not None:  # a key of its own, which one wave of the first split sees
         owner = (waves < GROUPS)[:, None] & (split == 0) & wave_ok
-        sink = tl.load(sinks + wave_head, mask=wave_ok, other=0.0).to(tl.float32) * softmax.LOG2E
+        sink = softmax.sink_score(tl.load(sinks + wave_head, mask=wave_ok, other=0.0))
         m = tl.where(owner, sink, m)
         l = tl.where(owner[:, :, None] & (tl.arange(0, TOKENS) == 0)[None, None, :], 1.0, l)
     top = m

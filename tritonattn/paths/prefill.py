@@ -229,7 +229,7 @@ def attend(
         acc1 = tl.zeros([BLOCK_M, V1], tl.float32)
         c1 = tl.arange(0, V1)
     if sinks is not None:
-        m = tl.zeros([BLOCK_M], tl.float32) + tl.load(sinks + head).to(tl.float32) * softmax.LOG2E
+        m = tl.zeros([BLOCK_M], tl.float32) + softmax.sink_score(tl.load(sinks + head))
         l = tl.full([BLOCK_M], 1.0, tl.float32)
     if PASS != 0:
         if first == 0:

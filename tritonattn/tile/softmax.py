@@ -12,12 +12,19 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 NEG_INF = tl.constexpr(float("-inf"))
+FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 @triton.jit
 def safe_max(m):
     """`m` with -inf replaced by 0, so that `-inf - m` stays -inf instead of NaN."""
     return tl.where(m == NEG_INF, 0.0, m)
+
+
+@triton.jit
+def sink_score(sink):
+    """A sink as the running maximum that it starts, in log2 units: +inf as the largest number, since `inf - inf` would be NaN."""
+    return tl.minimum(sink.to(tl.float32) * LOG2E, FLOAT_MAX)
 
 
 @triton.jit
