@@ -239,8 +239,10 @@ def test_broken_attention_ends_in_exit_code_1(tiny, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("words", "said"), [
     (["--max-tokens", "0"], "--max-tokens must be >= 1, got 0"),
-    (["--device", "sim"], "--device must be auto, cpu, sim:ARCH or"),
-    (["--device", "tpu"], "--device must be auto, cpu, sim:ARCH or"),
+    (["--device", "sim"], "--device must be auto, cpu, sim:gfx942, sim:gfx950 or"),
+    (["--device", "sim:foo"], "--device must be auto, cpu, sim:gfx942, sim:gfx950 or, where torch finds a GPU, cuda or cuda:N, got sim:foo"),
+    (["--device", "tpu"], "--device must be auto, cpu, sim:gfx942, sim:gfx950 or"),
+    pytest.param(["--device", "cuda:99"], "device must be one of the GPUs that torch finds", marks=pytest.mark.gpu),
     (["--model", "nowhere.gguf"], "no model at nowhere.gguf"),
 ])
 def test_bad_arguments_are_one_line(words, said, monkeypatch, capsys):

@@ -65,6 +65,36 @@ def test_faults_are_found_and_shrunk(device, tmp_path, monkeypatch, fault, only,
     assert main(shlex.split(failure.command)[1:]) == 0
 
 
+class Clock:
+    """Time that calls alone take, ten seconds each; every so many-th call fails."""
+
+    def __init__(self, monkeypatch, fails):
+        self.now, self.ops, self.fails = 0.0, [], fails
+        monkeypatch.setattr("tritonattn.fuzz.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("tritonattn.fuzz.try_recipe", self.call)
+
+    def call(self, recipe, device):
+        self.now += 10
+        self.ops.append(recipe["op"])
+        return f"{recipe['op']}: wrong" if self.fails else ""
+
+
+def test_ops_take_turns(device, tmp_path, monkeypatch):
+    """On a slow machine every op has had a call before any has had many."""
+    clock = Clock(monkeypatch, fails=False)
+    explore(list(OPS), device, 10 * 5 * len(OPS), 1, 60, str(tmp_path / "call.json"))
+    assert set(clock.ops) == set(OPS) and max(clock.ops.count(op) for op in OPS) <= 5
+    assert clock.now == 10 * 5 * len(OPS)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_time_is_kept(device, tmp_path, monkeypatch, fails):
+    """Whatever fails: a call that has begun, and a minute of shrinking, are all that may come after."""
+    clock = Clock(monkeypatch, fails)
+    explore(list(OPS), device, 95, 1, 60, str(tmp_path / "call.json"))
+    assert clock.now <= 95 + 10 + fails * 60
+
+
 def test_a_recipe_is_plain_and_names_what_differs():
     assert settle({"op": "Router"}) == DEFAULTS | {"op": "Router"}
     assert json.loads(Failure({"op": "Router", "wrong": ["q", "meta"]}, "").command.split("'")[1]) == {"op": "Router", "wrong": ["q", "meta"]}
@@ -88,4 +118,11 @@ def test_command(capsys):
     assert main(["fuzz", "--minutes", "0.05", "--op", "merge_attn_states"]) == 0
     shown = capsys.readouterr().out
     assert "merge_attn_states:" in shown and "0 failures" in shown
-    assert main(["fuzz", "--op", "nothing"]) == 2
+    for words, said in (
+        (["--op", "nothing"], "--op must be one of"), (["--minutes", "nan"], "--minutes above 0"), (["--longest", "-1"], "--longest at least 0"),
+        (["--replay", "xx"], "--replay must be a JSON object whose \"op\" is one of"), (["--replay", '{"op": "x"}'], "got '{\"op\": \"x\"}'"),
+        (["--replay", '{"op": "Router", "len": []}'], "--replay must hold no other choices than"),
+        (["--replay", '{"op": "Router", "dtype": "x"}'], "--replay describes no call (AttributeError"),
+    ):  # fmt: skip
+        assert main(["fuzz", *words]) == 2
+        assert said in capsys.readouterr().err

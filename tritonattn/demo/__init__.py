@@ -58,14 +58,19 @@ def choose_device(name: str) -> tuple[str, dict[str, str]]:
     """The torch device for ``--device`` and the environment it needs; ValueError for a device that is not there."""
     import torch
 
+    from tritonattn.simulator.device import DEVICES as simulated
+    from tritonattn.where import device_of
+
     kind, _, which = name.partition(":")
     gpu = torch.cuda.is_available()
-    if kind == "sim" and which:
+    if kind == "sim" and which in simulated:
         return "cpu", {"TRITON_INTERPRET": "", "TRITONATTN_SIM": which}
     if name == "auto":
         name = kind = "cuda" if gpu else "cpu"
     if name == "cpu":
         return name, {"TRITON_INTERPRET": "1", "TRITONATTN_SIM": ""}
     if kind == "cuda" and gpu:
+        device_of(name)
         return name, {}
-    raise ValueError(f"--device must be auto, cpu, sim:ARCH or, where torch finds a GPU, cuda or cuda:N, got {name}")
+    need = ", ".join(("auto", "cpu", *(f"sim:{arch}" for arch in simulated)))
+    raise ValueError(f"--device must be {need} or, where torch finds a GPU, cuda or cuda:N, got {name}")

@@ -11,8 +11,10 @@ is shrunk to the few choices that matter and printed as a command that does it a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import random
 import re
 import shlex
 import tempfile
@@ -24,8 +26,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-EXAMPLES = 12  # of one op before the next has its turn
-SHRINK_SECONDS = 60.0  # for a failure, beyond the time given
+EXAMPLES = 12  # drawn at a time
+WRONG = 4  # calls to be refused for each sound one, which takes longer
+SHRINK_SECONDS = 60.0  # for a failure; and for all of them beyond the time given
 GIVE_UP = 3  # failures of one kind of call
 
 
@@ -58,13 +61,14 @@ def run(args: argparse.Namespace) -> int:
 
     device = working_device()
     if args.replay:
-        problem = try_recipe(json.loads(args.replay), device)
+        problem = try_recipe(parse_recipe(args.replay), device)
         print(problem or "right")
         return 1 if problem else 0
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # numpy, in the interpreter: exp2 may overflow
     unknown = set(args.op) - set(OPS)
-    if unknown or args.minutes <= 0:
-        raise ValueError(f"--op must be one of {', '.join(OPS)} and --minutes above 0; got {', '.join(args.op)} and {args.minutes}")
+    if unknown or not 0 < args.minutes < float("inf") or args.longest < 0:
+        need = f"--op must be one of {', '.join(OPS)}, --minutes above 0 and --longest at least 0"
+        raise ValueError(f"{need}; got {', '.join(args.op) or 'all'}, {args.minutes} and {args.longest}")
     path = os.path.join(tempfile.gettempdir(), f"tritonattn-fuzz-{os.getpid()}.json")
     print(f"should this process die, the call that did it is in {path}", flush=True)
     counts, failures = explore(
@@ -77,6 +81,27 @@ def run(args: argparse.Namespace) -> int:
         print(f"FAILED {failure.problem}\n  {failure.command}")
     print(f"{sum(counts.values())} calls, {len(failures)} failures")
     return 1 if failures else 0
+
+
+def parse_recipe(text: str) -> dict[str, Any]:
+    """A recipe as `Failure.command` prints it. ValueError for anything else."""
+    from tritonattn.fuzz.calls import build
+    from tritonattn.fuzz.recipes import DEFAULTS, OPS
+
+    try:
+        recipe = json.loads(text)
+    except ValueError:
+        recipe = None
+    if not isinstance(recipe, dict) or recipe.get("op") not in OPS:
+        raise ValueError(f"--replay must be a JSON object whose \"op\" is one of {', '.join(OPS)}, got {text!r:.200}")
+    unknown = sorted(set(recipe) - set(DEFAULTS) - {"op"})
+    if unknown:
+        raise ValueError(f"--replay must hold no other choices than {', '.join(DEFAULTS)}; got {', '.join(unknown)}")
+    try:
+        build(recipe)
+    except Exception as error:
+        raise ValueError(f"--replay describes no call ({type(error).__name__}: {error}), got {text!r:.200}") from None
+    return recipe
 
 
 def try_recipe(recipe: dict[str, Any], device: Any) -> str:
@@ -112,72 +137,77 @@ def named(recipe: dict[str, Any]) -> dict[str, Any]:
 def explore(
     ops: list[str], device: Any, seconds: float, seed: int, longest: int, path: str, only: str | None = None
 ) -> tuple[Counter[tuple[str, str]], list[Failure]]:
-    """Every op in turn until the time is over: how many calls of each, and what failed, each kind of failure once."""
+    """A call of every op in turn until the time is over: how many calls of each, and what failed, each kind of failure once.
+
+    The time is looked at before every call; what failed is shrunk for at most a minute beyond it, all failures together.
+    """
     from tritonattn.tuning.arch import detect
 
     until, counts, failures = time.monotonic() + seconds, Counter[tuple[str, str]](), dict[str, Failure]()
-    kinds = [only] if only else ["sound", "wrong"]
+    lanes = [(op, kind) for op in ops for kind in ([only] if only else ["sound", *["wrong"] * WRONG])]
+    random.Random(seed).shuffle(lanes)  # on a slow machine the time may not do for all: another seed begins elsewhere
     hopeless: Counter[tuple[str, str]] = Counter()
-    turn = 0
-    while time.monotonic() < until:
-        turn += 1
-        for op in ops:
-            for kind in kinds:
-                if time.monotonic() >= until or hopeless[op, kind] >= GIVE_UP:
-                    continue
-                failure = _some(op, kind, device, until, seed * 100003 + turn, longest, path, counts, tuple(detect(device).fp8_types))
-                if failure is not None:
-                    hopeless[op, kind] += 1
-                    failures.setdefault(f"{op} {re.sub(r'[0-9.e+-]+', '#', failure.problem)[:120]}", failure)
-        if all(hopeless[op, kind] >= GIVE_UP for op in ops for kind in kinds):
+    fp8 = tuple(detect(device).fp8_types)
+
+    def fails(recipe: dict[str, Any]) -> str:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(recipe, file)
+        counts[recipe["op"], "sound" if recipe.get("wrong") is None else "wrong"] += 1
+        return try_recipe(recipe, device)
+
+    streams = [(lane, recipes_of(*lane, f"{seed} {number}", longest, fp8)) for number, lane in enumerate(lanes)]
+    for lane, stream in itertools.cycle(streams):
+        if time.monotonic() >= until or all(hopeless[lane] >= GIVE_UP for lane in lanes):
             break
+        if hopeless[lane] >= GIVE_UP:
+            continue
+        recipe = next(stream)
+        problem = fails(recipe)
+        if problem:
+            hopeless[lane] += 1
+            failure = shrink(Failure(named(recipe), problem), fails, min(time.monotonic(), until) + SHRINK_SECONDS)
+            failures.setdefault(f"{lane[0]} {re.sub(r'[0-9.e+-]+', '#', failure.problem)[:120]}", failure)
     return counts, list(failures.values())
 
 
-def _some(
-    op: str, kind: str, device: Any, until: float, seed: int, longest: int, path: str, counts: Counter[tuple[str, str]], fp8: tuple[str, ...]
-) -> Failure | None:
-    """A few examples; the first that fails, shrunk."""
+def recipes_of(op: str, kind: str, seed: str, longest: int, fp8: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Without end; of those that are drawn together the plainest come first."""
+    rng = random.Random(seed)
+    while True:
+        yield from draw(op, kind, rng.getrandbits(32), longest, fp8)
+
+
+def draw(op: str, kind: str, seed: int, longest: int, fp8: tuple[str, ...]) -> list[dict[str, Any]]:
+    """A few recipes of `recipes_of`."""
     import hypothesis
     from hypothesis import strategies as st
 
     from tritonattn.fuzz.recipes import recipes
 
-    failure: Failure | None = None
+    found = []
     strategy = recipes(op, fp8, longest)
     if kind == "wrong":
         strategy = st.tuples(strategy, st.integers(0, 999)).map(lambda pair: pair[0] | {"wrong": pair[1]})
 
-    def fails(recipe: dict[str, Any]) -> str:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(recipe, file)
-        counts[op, kind] += 1
-        return try_recipe(recipe, device)
-
     @hypothesis.settings(
-        max_examples=EXAMPLES * (4 if kind == "wrong" else 1), database=None, deadline=None, phases=(hypothesis.Phase.generate,),
-        suppress_health_check=list(hypothesis.HealthCheck),
-    )  # fmt: skip
+        max_examples=EXAMPLES, database=None, deadline=None, phases=(hypothesis.Phase.generate,), suppress_health_check=list(hypothesis.HealthCheck)
+    )
     @hypothesis.seed(seed)
     @hypothesis.given(strategy)
     def one(recipe):
-        nonlocal failure
-        if failure is None and time.monotonic() < until:
-            problem = fails(recipe)
-            if problem:
-                failure = Failure(named(recipe), problem)
+        found.append(recipe)
 
     one()
-    return shrink(failure, fails) if failure is not None else None
+    return found
 
 
-def shrink(failure: Failure, fails: Callable[[dict[str, Any]], str]) -> Failure:
-    """Leaves out choices and sequences, and makes lengths smaller, as long as it still fails."""
-    until, smaller = time.monotonic() + SHRINK_SECONDS, True
+def shrink(failure: Failure, fails: Callable[[dict[str, Any]], str], until: float) -> Failure:
+    """Leaves out choices and sequences, and makes lengths smaller, as long as it still fails and there is time."""
+    smaller = True
     while smaller:
         smaller = False
         for recipe in _simpler(failure.recipe):
-            if time.monotonic() > until:
+            if time.monotonic() >= until:
                 return failure
             problem = fails(recipe)
             if problem:

@@ -140,7 +140,7 @@ class SimulatedInstinct(DriverBase):
 
     def __init__(self, arch):
         if arch not in DEVICES:
-            raise ValueError(f"arch must be one of {', '.join(DEVICES)}, got {arch!r}")
+            raise ValueError(f"a simulated arch (TRITONATTN_SIM) must be one of {', '.join(DEVICES)}, got {arch!r}")
         self.arch, self.utils, self.launcher_cls = arch, _Utils(arch), _Launcher
 
     @classmethod
