@@ -227,6 +227,8 @@ def router(place, **changes):
     ({"softcap": -2.0}, ValueError, "softcap must be finite"),
     ({"batch_invariant": 1}, TypeError, "batch_invariant must be a bool, got int"),
     ({"device": "foo", "softcap": -2.0}, ValueError, "device must be one that torch knows, such as cuda:0 or cpu, got 'foo'; softcap must be finite"),
+    ({"block_size": 12}, ValueError, "block_size must be a multiple of 8 (16 bytes of torch.bfloat16), got 12"),
+    ({"head_size": 72, "kv_dtype": torch.float8_e4m3fn}, ValueError, "head_size must be a multiple of 16 (16 bytes of torch.float8_e4m3fn), got 72"),
     ({"device": "cuda:99"}, ValueError, "device must be one of the GPUs that torch finds"),
     ({"device": None}, TypeError, "device must be a torch.device or its name, got NoneType"),
     ({"device": "meta"}, ValueError, "tensors must be on a GPU, got meta"),

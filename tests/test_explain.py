@@ -53,8 +53,16 @@ def test_it_shows_neighbours_that_are_alike_as_one(capsys):
 @pytest.mark.parametrize(("words", "said"), [
     (["1@", "2", "1@5x0", "1@99999999999"], "a request must be NEW, NEW@CONTEXT or NEW@CONTEXTxCOUNT, of tokens below a billion and a count from 1 "
      "to 999999, got 1@, 1@5x0, 1@99999999999"),
-    (["--shape", "32x8", "1"], "--shape must be HEADS/KV_HEADSxHEAD_SIZE"),
-    (["--shape", "3/2x64", "1"], "query heads must be a multiple of KV heads"),
+    (["--shape", "32x8", "1"], "--shape must look like 64/4x128"),
+    (["--shape", "3/2x64", "1"], "query heads a multiple of KV heads, got '3/2x64'"),
+    (["--shape", "8/2x20", "1"], "head size of q and k must be a multiple of 8 from 32 to 256, got 20"),
+    (["--shape", "8/2x64", "--model", "phi-2", "1"], "--shape and --model exclude each other, got 8/2x64 and phi-2"),
+    (["--block-size", "0", "1"], "block_size must be at least 1, got 0"),
+    (["--block-size", "12", "1@40"], "block_size must be a multiple of 8 (16 bytes of torch.bfloat16), got 12"),
+    (["--shape", "8/2x72", "--kv-dtype", "fp8", "1@40"], "head_size must be a multiple of 16 (16 bytes of torch.float8_e4m3fnuz), got 72"),
+    (["--tp", "0", "1"], "tensor_parallel must divide 32 heads and 8 KV heads, got 0"),
+    (["--tp", "3", "1"], "tensor_parallel must divide 32 heads and 8 KV heads, got 3"),
+    (["--chunk-tokens", "0", "1"], "chunk_tokens must be at least 1, got 0"),
     (["--model", "none", "1"], "model must be one of"),
     (["--model", "kimi-k2", "--batch-invariant", "1"], "--batch-invariant: not for MLA"),
 ])

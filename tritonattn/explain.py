@@ -17,9 +17,10 @@ from tritonattn.plan import prefill_row
 from tritonattn.problem import AttnProblem, short_name
 from tritonattn.router import Router
 from tritonattn.tuning.arch import Arch, assume, by_name, detect
-from tritonattn.tuning.models import MODELS, Model, model
+from tritonattn.tuning.models import MODELS, Model, named_shape, parse_shape
 from tritonattn.tuning.table import Row
 
+SHAPE = "32/8x128"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 WHY = {
     Kind.PREFILL: "no context in the cache",
@@ -31,7 +32,7 @@ WHY = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("requests", nargs="+", metavar="NEW[@CONTEXT][xCOUNT]",
                         help="new tokens, tokens in the cache before them, and how many such requests: 1@4095x30, 512@8192, 300")
-    parser.add_argument("--shape", default="32/8x128", help="query heads / KV heads x head size (default: %(default)s)")
+    parser.add_argument("--shape", help=f"query heads / KV heads x head size [/ that of V] (default: {SHAPE})")
     parser.add_argument("--model", help=f"in place of --shape, one of: {', '.join(MODELS)}")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the heads")
     parser.add_argument("--arch", help="arch or SKU, such as gfx942 or MI355X (default: the GPU of this machine, else gfx942)")
@@ -49,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     new, context = parse_requests(args.requests)
     arch = detect("cuda") if not args.arch and torch.cuda.is_available() else by_name(args.arch or "gfx942")
     with assume(arch):
-        router = make_router(args, model(args.model) if args.model else parse_shape(args.shape), arch)
+        router = make_router(args, named_shape(args.shape, args.model) or parse_shape(SHAPE), arch)
         lens = [n + c for n, c in zip(new, context, strict=True)]
         row = torch.zeros(-(-max(lens) // args.block_size), dtype=torch.int32, device="cpu")  # of any sequence: none is read
         facts = explain(router, router.plan(new, lens, row.expand(len(lens), -1)), arch)
@@ -71,33 +72,30 @@ def parse_requests(words: list[str]) -> tuple[list[int], list[int]]:
     return [n for n, _, count in numbers for _ in range(count)], [c for _, c, count in numbers for _ in range(count)]
 
 
-def parse_shape(text: str) -> Model:
-    """``"32/8x128"`` -> 32 query heads, 8 KV heads of 128."""
-    match = re.fullmatch(r"(\d+)/(\d+)x(\d+)", text)
-    if match is None:
-        raise ValueError(f"--shape must be HEADS/KV_HEADSxHEAD_SIZE, such as 32/8x128, got {text}")
-    heads, kv_heads, head_size = map(int, match.groups())
-    return Model(heads, kv_heads, head_size)
-
-
 def make_router(args: argparse.Namespace, shape: Model, arch: Arch) -> Router:
-    dtype = DTYPES[args.dtype]
-    if args.kv_dtype and not arch.fp8_types:
+    if shape.is_mla and args.batch_invariant:
+        raise ValueError("--batch-invariant: not for MLA, where the projections are the caller's")
+    own = {"chunk_tokens": args.chunk_tokens, "decode_threshold": args.decode_threshold}
+    if not shape.is_mla:
+        own["batch_invariant"] = args.batch_invariant
+    return router_of(shape.shared(args.tp), arch, args.dtype, args.kv_dtype, args.kv_layout, args.block_size, **own)
+
+
+def router_of(shape: Model, arch: Arch, dtype: str, kv_dtype: str, kv_layout: str, block_size: int, **own: Any) -> Router:
+    """A router for the shape, by the words of the command line. To be made and used where `arch` is assumed.
+
+    Raises ValueError or TypeError for all that the ops refuse too.
+    """
+    if kv_dtype and not arch.fp8_types:
         raise ValueError(f"--kv-dtype fp8: {arch.name} has no 8-bit floats")
-    kv_dtype = getattr(torch, arch.fp8_types[0]) if args.kv_dtype else dtype
-    common: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "device": "cpu", "block_size": args.block_size,
-                              "chunk_tokens": args.chunk_tokens, "decode_threshold": args.decode_threshold}
-    heads = max(1, shape.num_heads // args.tp)
+    own |= {"dtype": DTYPES[dtype], "kv_dtype": getattr(torch, arch.fp8_types[0]) if kv_dtype else DTYPES[dtype], "device": "cpu", "block_size": block_size}
     if shape.is_mla:
-        if args.batch_invariant:
-            raise ValueError("--batch-invariant: not for MLA, where the projections are the caller's")
         nope = shape.head_size - shape.rope
-        return MlaRouter(heads, softmax_scale=shape.head_size**-0.5, kv_lora_rank=shape.latent, qk_nope_head_dim=nope,
-                         qk_rope_head_dim=shape.rope, v_head_dim=shape.v_head_size, **common)
-    return Router(heads, max(1, shape.num_kv_heads // args.tp), shape.head_size, v_head_size=shape.v_head_size or None,
-                  kv_layout=args.kv_layout, batch_invariant=args.batch_invariant, softcap=shape.softcap,
-                  window_size=(shape.window - 1, 0) if shape.window else (-1, -1),
-                  sinks=torch.zeros(heads, device="cpu") if shape.sinks else None, **common)
+        return MlaRouter(shape.num_heads, softmax_scale=shape.head_size**-0.5, kv_lora_rank=shape.latent, qk_nope_head_dim=nope,
+                         qk_rope_head_dim=shape.rope, v_head_dim=shape.v_head_size, **own)
+    return Router(shape.num_heads, shape.num_kv_heads, shape.head_size, v_head_size=shape.v_head_size or None, kv_layout=kv_layout,
+                  softcap=shape.softcap, window_size=(shape.window - 1, 0) if shape.window else (-1, -1),
+                  sinks=torch.zeros(shape.num_heads, device="cpu") if shape.sinks else None, **own)
 
 
 def explain(router: Router, plan: Plan, arch: Arch) -> dict[str, Any]:

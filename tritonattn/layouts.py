@@ -139,7 +139,7 @@ def allocate(
     if num_blocks < 0:
         reasons.append(f"num_blocks must be at least 0, got {num_blocks}")
     if kv_layout == "preshuffled":
-        reasons += _unpackable(block_size, head_size, dtype)
+        reasons += unpackable(block_size, head_size, dtype)
     if kv_layout == "latent" and num_kv_heads != 1:
         reasons.append(f"num_kv_heads must be 1 for the latent layout, got {num_kv_heads}")
     if kv_layout == "latent" and v_head_size > head_size:
@@ -153,7 +153,7 @@ def allocate(
     return k_cache, torch.empty(v_shape, dtype=dtype, device=device)
 
 
-def _unpackable(block_size: int, head_size: int, dtype: torch.dtype) -> list[str]:
+def unpackable(block_size: int, head_size: int, dtype: torch.dtype) -> list[str]:
     """Why tokens and dims cannot be cut into the 16-byte pieces of the preshuffled layout."""
     x = pack_width(dtype)
     sizes = {"block_size": block_size, "head_size": head_size}
@@ -305,7 +305,7 @@ def from_nhd(k_nhd: Tensor, v_nhd: Tensor, kv_layout: str) -> tuple[Tensor, Tens
         return k_nhd, v_nhd
     if kv_layout == "hnd":
         return k_nhd.transpose(1, 2).contiguous(), v_nhd.transpose(1, 2).contiguous()
-    reasons = _unpackable(k_nhd.shape[1], k_nhd.shape[3], k_nhd.dtype)
+    reasons = unpackable(k_nhd.shape[1], k_nhd.shape[3], k_nhd.dtype)
     if reasons:
         raise ValueError("; ".join(reasons))
     return preshuffle_k(k_nhd), preshuffle_v(v_nhd)

@@ -104,9 +104,12 @@ class Deployment:
     descale_tensors: bool = False  # descales as device tensors, not as numbers
 
     def __post_init__(self) -> None:
-        reasons = []
-        if self.tensor_parallel < 1 or self.shape.num_heads % self.tensor_parallel:
-            reasons.append(f"tensor_parallel must divide {self.shape.num_heads} heads, got {self.tensor_parallel}")
+        reasons = [f"{name} must be at least 1, got {getattr(self, name)}" for name in ("block_size", "max_model_len", "max_batch", "decode_threshold")
+                   if getattr(self, name) < 1]  # fmt: skip
+        try:
+            self.shape.shared(self.tensor_parallel)
+        except ValueError as error:
+            reasons.append(str(error))
         if self.dtype not in ("bf16", "fp16"):
             reasons.append(f"dtype must be bf16 or fp16, got {self.dtype!r}")
         if self.kv_dtype not in ("", "fp8"):
@@ -116,8 +119,9 @@ class Deployment:
 
     @property
     def heads(self) -> tuple[int, int]:
-        """Query and KV heads of one GPU; KV heads are replicated where there are fewer than GPUs."""
-        return self.shape.num_heads // self.tensor_parallel, max(1, self.shape.num_kv_heads // self.tensor_parallel)
+        """Query and KV heads of one GPU."""
+        own = self.shape.shared(self.tensor_parallel)
+        return own.num_heads, own.num_kv_heads
 
 
 class Limits(Protocol):

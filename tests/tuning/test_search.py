@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tritonattn.cli import main
 from tritonattn.plan import decode_plan
 from tritonattn.problem import AttnProblem
 from tritonattn.tuning import arch, schema, search, table, trial
 from tritonattn.tuning.cases import Case
-from tritonattn.tuning.models import MODELS, Model
+from tritonattn.tuning.models import MODELS, Model, parse_shape
 from tritonattn.tuning.worker import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,15 +31,39 @@ def test_every_candidate_could_stand_in_a_table(name, kernel):
     assert schema.errors({"schema": 1, "arch": name, "kernel": kernel, "rows": rows}) == []
 
 
-@pytest.mark.parametrize("text", ["64x128", "64/5x128", "a/bxc", "0/0x0", "8/8x64/64/64", ""])
+@pytest.mark.parametrize("text", ["64x128", "64/5x128", "a/bxc", "0/0x0", "8/8x64/64/64", "64/0x64", "-8/8x64"])
 def test_bad_shapes_are_named(text):
     with pytest.raises(ValueError, match="--shape must look like 64/4x128"):
-        search.parse_shape(text)
+        parse_shape(text)
 
 
 def test_shapes():
-    assert search.parse_shape("64/4x128") == Model(64, 4, 128)
-    assert search.parse_shape("16/16x192/128") == Model(16, 16, 192, 128)
+    assert parse_shape("64/4x128") == Model(64, 4, 128)
+    assert parse_shape("16/16x192/128") == Model(16, 16, 192, 128)
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["--model", "phi-2", "--shape", "8/2x64"], "--shape and --model exclude each other, got 8/2x64 and phi-2"),
+    (["--shape", "8/2x20"], "head size of q and k must be a multiple of 8 from 32 to 256, got 20"),
+    (["--shape", "8/2x264/32"], "from 32 to 256, got 264"),
+    (["--shape", "8/2x72", "--kv-dtype", "fp8", "--kv-layout", "preshuffled"], "head_size must be a multiple of 16"),
+    (["--shape", "8/2x64", "--kv-layout", "nhd,shuffled"], "kv_layout must be one of nhd, hnd, preshuffled, got 'shuffled'"),
+    (["--shape", "8/2x64", "--kernel", "mla_decode"], "--kernel mla_decode has nothing to sweep for 8/2x64"),
+    (["--model", "kimi-k2", "--kernel", "decode"], "--kernel decode has nothing to sweep for kimi-k2"),
+    (["--shape", "8/2x64", "--query-len", "-4"], "--query-len must be from 1"),
+    (["--shape", "8/2x64", "--kv-len", "0"], "--kv-len must be from 1 to 16777216, got 0"),
+    (["--shape", "8/2x64", "--kv-len", "3", "--query-len", "4", "--kernel", "decode"], "it must be at least --query-len, 4, got 3"),
+    (["--budget", "0"], "--budget must be above 0, got 0.0"),
+])  # fmt: skip
+def test_what_the_ops_refuse_is_not_swept(words, said, capsys):
+    assert main(["tune", "--offline", "--arch", "gfx942", "--dry-run", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_model_is_swept(model, capsys):
+    assert main(["tune", "--offline", "--arch", "gfx950", "--dry-run", "--model", model, "--kv-dtype", "fp8"]) == 0
+    assert "candidates" in capsys.readouterr().out
 
 
 def winner(case=SMALL, config=None):

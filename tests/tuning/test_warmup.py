@@ -38,7 +38,8 @@ def test_batches_reach_the_ends():
 @pytest.mark.parametrize(
     "changes, reason",
     [
-        ({"tensor_parallel": 3}, "tensor_parallel must divide 32 heads, got 3"),
+        ({"tensor_parallel": 3}, "tensor_parallel must divide 32 heads and 8 KV heads, got 3"),
+        ({"max_batch": 0, "block_size": -1, "tensor_parallel": 0}, "block_size must be at least 1, got -1; max_batch must .*; tensor_parallel must divide"),
         ({"dtype": "int8"}, "dtype must be bf16 or fp16, got 'int8'"),
         ({"kv_dtype": "int4"}, "kv_dtype must be empty"),
     ],

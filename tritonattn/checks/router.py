@@ -38,6 +38,8 @@ def check_router(
         reasons.values.append(f"kv_layout must be one of {', '.join(layouts.PAGED_LAYOUTS)}, got {kv_layout!r}")
     reasons.done()
     reasons.heads(num_q_heads, num_kv_heads, head_size, v_head_size)
+    if kv_layout == "preshuffled":
+        reasons.values += layouts.unpackable(block_size or 0, head_size, kv_dtype)
     reasons.per_head("alibi_slopes", alibi_slopes, num_q_heads)
     reasons.per_head("sinks", sinks, num_q_heads)
     for name, value in (("k_descale", k_descale), ("v_descale", v_descale)):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,14 @@ class Model:
     @property
     def is_mla(self) -> bool:
         return self.latent > 0
+
+    def shared(self, tensor_parallel: int) -> Model:
+        """What one of so many GPUs has; KV heads are replicated where there are fewer of them. ValueError where it cannot be divided."""
+        kv_heads = max(1, self.num_kv_heads // max(1, tensor_parallel))
+        if tensor_parallel < 1 or self.num_heads % tensor_parallel or (self.num_heads // tensor_parallel) % kv_heads:
+            heads = f"{self.num_heads} heads and {self.num_kv_heads} KV heads"
+            raise ValueError(f"tensor_parallel must divide {heads}, got {tensor_parallel}")
+        return replace(self, num_heads=self.num_heads // tensor_parallel, num_kv_heads=kv_heads)
 
 
 MODELS = {
@@ -44,3 +53,20 @@ def model(name: str) -> Model:
     if name not in MODELS:
         raise ValueError(f"model must be one of {', '.join(MODELS)}; got {name!r}")
     return MODELS[name]
+
+
+def parse_shape(text: str) -> Model:
+    """ "64/4x128" or "16/16x192/128": query heads / KV heads x head size [/ head size of V]."""
+    match = re.fullmatch(r"(\d{1,5})/(\d{1,5})x(\d{1,5})(?:/(\d{1,5}))?", text)
+    numbers = [int(number) for number in match.groups("0")] if match else [0]
+    if match is None or min(numbers[:3]) < 1 or numbers[0] % numbers[1]:
+        raise ValueError(f"--shape must look like 64/4x128 or 16/16x192/128, query heads a multiple of KV heads, got {text!r}")
+    heads, kv_heads, head_size, v_head_size = numbers
+    return Model(heads, kv_heads, head_size, v_head_size)
+
+
+def named_shape(shape: str | None, named: str | None) -> Model | None:
+    """What --shape or --model says; None without either."""
+    if shape and named:
+        raise ValueError(f"--shape and --model exclude each other, got {shape} and {named}")
+    return parse_shape(shape) if shape else model(named) if named else None

@@ -24,16 +24,17 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from tritonattn.explain import router_of
 from tritonattn.plan import MAX_ROWS, power_of_two
 
 from . import model, schema, table, trial
-from .arch import Arch, by_name, detect
+from .arch import Arch, assume, by_name, detect
 from .cases import Case, cases
-from .models import MODELS, Model
-from .models import model as model_named
+from .models import MODELS, Model, named_shape
 from .worker import Worker, spread
 
 KERNELS = ("prefill", "decode", "mla_decode")
+MAX_LEN = 1 << 24  # tokens
 PROMISING = 1.5  # timed: candidates predicted within this factor of the best prediction
 
 
@@ -284,19 +285,6 @@ def report(path: Path, title: str, winners: list[Winner]) -> None:
     path.write_text("\n".join(parts), encoding="utf-8")
 
 
-def parse_shape(text: str) -> Model:
-    """ "64/4x128" or "16/16x192/128": query heads / KV heads x head size [/ head size of V]."""
-    try:
-        heads, _, sizes = text.partition("x")
-        q, kv = map(int, heads.split("/"))
-        d, *dv = map(int, sizes.split("/"))
-        if min(q, kv, d) < 1 or q % kv or len(dv) > 1:
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"--shape must look like 64/4x128 or 16/16x192/128, got {text!r}") from None
-    return Model(q, kv, d, dv[0] if dv else 0)
-
-
 def chosen_cases(kernel: str, shape: Model | None, args: argparse.Namespace) -> list[Case]:
     """The cases to sweep: the standing ones, or those of one shape."""
     if shape is None:
@@ -311,6 +299,19 @@ def chosen_cases(kernel: str, shape: Model | None, args: argparse.Namespace) -> 
     else:
         made = [Case(kernel, shape, kv_dtype=d, layout=layout) for layout in args.kv_layout.split(",") for d in kv_dtypes]
     return [replace(case, batch=batch, query_len=args.query_len or 1, kv_len=args.kv_len) for case in made for batch in batches]
+
+
+def check_case(case: Case, arch: Arch) -> None:
+    """ValueError or TypeError, as the ops would say it, for what they refuse."""
+    lengths = {"--query-len": case.query_len, "--kv-len": case.kv_len}
+    wrong = [f"{name} must be from 1 to {MAX_LEN}, got {n}" for name, n in lengths.items() if not 1 <= n <= MAX_LEN]
+    if case.query_len > case.kv_len:
+        wrong.append(f"--kv-len counts the query tokens too: it must be at least --query-len, {case.query_len}, got {case.kv_len}")
+    if wrong:
+        raise ValueError("; ".join(wrong))
+    shape = case.shape if case.layout == "latent" or not case.shape.is_mla else replace(case.shape, latent=0, rope=0)
+    with assume(arch):
+        router_of(shape, arch, case.dtype, case.kv_dtype, "nhd" if case.layout == "dense" else case.layout, case.block_size)
 
 
 def _integers(name: str, text: str) -> list[int]:
@@ -328,7 +329,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--arch", help="arch or SKU (default: the GPU of this machine)")
     parser.add_argument("--offline", action="store_true", help="no GPU: rank by the cost model, rows marked modelled")
     parser.add_argument("--model", help=f"one of: {', '.join(MODELS)}")
-    parser.add_argument("--shape", help="64/4x128: query heads / KV heads x head size")
+    parser.add_argument("--shape", help="64/4x128: query heads / KV heads x head size [/ that of V]")
     parser.add_argument("--kv-layout", default="nhd,preshuffled", help="of decode (default: %(default)s)")
     parser.add_argument("--kv-dtype", default="", choices=("", "fp8"))
     parser.add_argument("--batch", default="1,16,128", help="of decode, comma-separated: each gets its range of loads (default: %(default)s)")
@@ -350,13 +351,20 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"this machine has {here.name}, not {arch.name}: tune there, or rank by the model with --offline")
     if args.offline and arch.simulated:
         raise ValueError("--offline needs --arch: the one whose code is to be compiled and ranked")
+    if not args.budget > 0:
+        raise ValueError(f"--budget must be above 0, got {args.budget}")
     kernels = args.kernel.split(",")
     wrong = [kernel for kernel in kernels if kernel not in KERNELS]
     if wrong:
         raise ValueError(f"--kernel must be among {', '.join(KERNELS)}; got {', '.join(wrong)}")
-    shape = parse_shape(args.shape) if args.shape else model_named(args.model) if args.model else None
+    shape = named_shape(args.shape, args.model)
     folder = args.out or table.folders()[0]
     work = {kernel: chosen_cases(kernel, shape, args) for kernel in kernels}
+    if not any(work.values()):
+        raise ValueError(f"--kernel {args.kernel} has nothing to sweep for {args.shape or args.model}: mla_decode is for MLA models, decode for others")
+    if shape is not None:
+        for case in itertools.chain(*work.values()):
+            check_case(case, arch)
     if args.dry_run:
         for kernel, found in work.items():
             for case in found:
