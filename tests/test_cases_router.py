@@ -2,8 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 import tritonattn
 from tests import cases
@@ -223,12 +226,57 @@ def test_a_long_request_among_short_ones_is_cut(device):
     table = torch.zeros(64, 8192, dtype=torch.int32, device=device)
     plans = [router.plan([1] * 64, lens, table) for lens in ([128] * 63 + [131072], [4096] * 64, [7] * 64)]
     decode = plans[0].decode
-    assert decode.splits[0] > 1 and (decode.splits[1:] == 1).all() and len(decode.splits) == 64
+    assert len(decode.cut) == 1 and decode.cut[0] > 1 and decode.num_seqs == 64
     sizes = {(plan.decode.work.num_items, plan.decode.work.num_merges, plan.decode.plan, plan.decode.max_seqlen_q) for plan in plans}
     assert len(sizes) == 1
     assert len({plan.decode.work.items.data_ptr() for plan in plans}) == 1
     mixed([(1, 20)] * 3 + [(1, 1500)] + [(0, 0), (1, 100)]).check(device)
     mixed([(1, 20), (1, 1500), (9, 20), (3, 700)], threshold=3).check(device)
+
+
+REQUEST = st.one_of(
+    st.just((0, 0)), st.tuples(st.integers(1, 3), st.integers(1, 9000)), st.tuples(st.integers(1, 400), st.integers(1, 900)),
+    st.tuples(st.integers(0, 400), st.just(0)),
+)  # fmt: skip
+
+
+def facts(part):
+    """Everything in a plan but who made it, tensors and arrays as lists."""
+    if isinstance(part, torch.Tensor | np.ndarray):
+        return part.tolist()
+    if isinstance(part, tuple):
+        return [facts(value) for value in part]
+    if hasattr(part, "__dict__") and not isinstance(part, type):
+        return {name: facts(value) for name, value in vars(part).items() if name not in ("router", "version", "block_table")}
+    return part
+
+
+@settings(max_examples=60)
+@example([(20, 0), (1, 9)], ["chunk", "chunk", "grow", "grow"], {}, False)  # a prompt in pieces, which is a prefill first and then extends
+@given(
+    st.lists(REQUEST, max_size=6), st.lists(st.sampled_from(["grow", "chunk", "finish", "swap", "arrays"]), max_size=6),
+    st.sampled_from([{}, {"decode_threshold": 3}, {"batch_invariant": True, "chunk_tokens": 64}, {"window_size": (100, 0)}]), st.booleans(),
+)  # fmt: skip
+def test_a_plan_does_not_depend_on_the_one_before(requests, steps, options, latent):
+    """What a router keeps from step to step is what a new one finds: batches that grow, chunk by chunk, end and change places."""
+
+    def router():
+        if latent:
+            shared = {name: value for name, value in options.items() if name == "decode_threshold"}
+            return tritonattn.MlaRouter(16, softmax_scale=0.1, dtype=torch.bfloat16, device="cpu", **shared)
+        return tritonattn.Router(16, 2, 64, dtype=torch.bfloat16, device="cpu", **options)
+
+    with assume(by_name("gfx942")):
+        kept = router()
+        for step in ["first", *steps]:
+            if step in ("grow", "chunk"):  # what was new is context; a next token, or as many as before
+                requests = [(1 if step == "grow" and query else query, context + query) for query, context in requests]
+            requests = requests[1:] if step == "finish" else requests[::-1] if step == "swap" else requests
+            query, seq = [query for query, _ in requests], [query + context for query, context in requests]
+            if step == "arrays":
+                query, seq = np.array(query, np.int32), np.array(seq, np.int64)
+            table = torch.zeros(len(requests), 1024, dtype=torch.int32)
+            assert facts(kept.plan(query, seq, table)) == facts(router().plan(query, seq, table))
 
 
 def test_prefill_needs_no_cache(device):
@@ -250,5 +298,5 @@ def test_case_79_splits_do_not_grow_with_the_batch(arch, heads):
     with assume(facts):
         router = tritonattn.Router(*heads, 128, dtype=torch.bfloat16, device="cpu", kv_layout="nhd", block_size=16)
         for length in (256, 8192):
-            most = [int(router.plan([1] * n, [length] * n, torch.zeros(n, length // 16).int()).decode.splits.max()) for n in (1, 4, 16, 64, 256)]
+            most = [int(router.plan([1] * n, [length] * n, torch.zeros(n, length // 16).int()).decode.cut.max(initial=1)) for n in (1, 4, 16, 64, 256)]
             assert most == sorted(most, reverse=True) and most[-1] == 1

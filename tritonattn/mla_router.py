@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tritonattn.batch import DecodeLaunch, Ints, Plan, Sent, Upload, starts
+from tritonattn.batch import DecodeLaunch, Ints, Plan, Sent, Upload
 from tritonattn.checks import check_absorbed, check_mla_router, check_mla_run, check_projected
 from tritonattn.problem import AttnProblem
 from tritonattn.router import ASSUMED_BLOCK_SIZE, Router
@@ -23,7 +23,7 @@ Absorb = Callable[[Tensor], "Tensor | tuple[Tensor, Tensor]"]
 UpProject = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class MlaDecodeLaunch(DecodeLaunch):
     """The decode requests of a plan, and where their tokens are."""
 
@@ -86,11 +86,7 @@ class MlaRouter(Router):
         launch = super()._decode_part(upload, ids, query, seq, block_table)
         if ids is None:
             return lambda sent: MlaDecodeLaunch(**vars(launch(sent)), tokens=None, cu_seqlens_q=None)
-        counts = np.zeros_like(query)
-        counts[ids] = query[ids]
-        cu = starts(counts)
-        at_tokens = upload.put(np.arange(cu.item(-1)) + (starts(query) - cu)[:-1].repeat(counts))
-        at_cu = upload.put(cu)
+        at_tokens, at_cu = upload.put(self._mix.decode_tokens), upload.put(self._mix.decode_starts)
         return lambda sent: MlaDecodeLaunch(**vars(launch(sent)), tokens=sent[at_tokens], cu_seqlens_q=sent[at_cu])
 
     def run(  # type: ignore[override]

@@ -7,14 +7,14 @@ buffer, so requests may arrive in any order and no token is moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tritonattn.batch import DECODE, ONE, ZERO, DecodeLaunch, ExtendLaunch, Ints, Plan, Sent, TileLaunch, Upload, starts
+from tritonattn.batch import DECODE, ONE, ZERO, DecodeLaunch, ExtendLaunch, Ints, Mix, Plan, Sent, TileLaunch, Upload, starts
 from tritonattn.checks import check_plan, check_router, check_run
 from tritonattn.plan import MAX_SPLITS, ContextRow, DecodePlan, DecodeWork, decode_plan, prefill_row
 from tritonattn.problem import AttnProblem
@@ -79,7 +79,8 @@ class Router:
         """What every kind of router has beside its problem."""
         self.scratch = Arena(self.device)
         self._arch = detect(self.device)
-        self._threshold = np.array(self.decode_threshold, np.int32)
+        self._row_align = np.array(self.row_align, np.int32)
+        self._mix = Mix(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.array(self.decode_threshold, np.int32))
         self._fixed: dict[tuple[int, ...], tuple[Tensor, Sent]] = {}
         self._version = 0
         self._latest: dict[int, int] = {}
@@ -109,31 +110,26 @@ class Router:
             query_lens, seq_lens, block_table, self.device, self.block_size, self.decode_threshold
         )
         batch = len(query)
-        new, live = context == ZERO, query > ZERO
-        long = query > self._threshold
-        others = (long | new) & live
-        cu_seqlens_q, max_cached_len = starts(query), max_seq_len
+        mix = self._mix = self._mix.of(query, context == ZERO)
         upload = Upload()
-        at_cu, at_seq, at_context = upload.put(cu_seqlens_q), upload.put(seq), upload.put(context)
+        at_cu, at_seq, at_context = upload.put(mix.cu_seqlens_q), upload.put(seq), upload.put(context)
         decode = extend = prefill = None
-        decode_only = not np.count_nonzero(others)
-        if decode_only:
+        max_cached_len = max_seq_len
+        if mix.decode_only:
             if batch:
                 decode = self._decode_part(upload, None, query, seq, block_table)
         else:
-            extended, prefilled = (long & ~new).nonzero()[0], (new & live).nonzero()[0]
-            decoded = (live & ~others).nonzero()[0]
-            cached = context + query * ~(long | new)
+            cached = context + mix.decode_lens
             max_cached_len = int(cached.item(cached.argmax()))
-            if len(decoded):
-                decode = self._decode_part(upload, decoded, query, seq, block_table)
-            if len(extended):
-                extend = self._extend_part(upload, extended, query, context, context)
-            if len(prefilled):
-                prefill = self._tile_part(upload, self.dense, prefilled, query, context)
-        sent = self._send(upload, batch, decode_only)
+            if len(mix.decoded):
+                decode = self._decode_part(upload, mix.decoded, query, seq, block_table)
+            if len(mix.extended):
+                extend = self._extend_part(upload, mix.extended, query, context, context)
+            if len(mix.prefilled):
+                prefill = self._tile_part(upload, self.dense, mix.prefilled, query, context)
+        sent = self._send(upload, batch, mix.decode_only)
         return Plan(
-            num_seqs=batch, num_tokens=int(cu_seqlens_q.item(batch)), query_lens=query, seq_lens=seq, device_cu_seqlens_q=sent[at_cu],
+            num_seqs=batch, num_tokens=mix.num_tokens, query_lens=query, seq_lens=seq, device_cu_seqlens_q=sent[at_cu],
             device_seq_lens=sent[at_seq], device_context_lens=sent[at_context], block_table=block_table,
             decode=decode and decode(sent), extend=extend and extend(sent), prefill=prefill and prefill(sent),
             max_cached_len=max_cached_len, max_seq_len=max_seq_len, version=self._version, router=self,
@@ -162,52 +158,41 @@ class Router:
         order = (-keys).argsort(kind="stable")
         ids, keys = order if ids is None else ids[order], keys[order]
         count = len(ids)
-        max_q = self.decode_threshold if fixed or self.batch_invariant else int(queries.item(queries.argmax()))
+        max_q = self.decode_threshold
+        if max_q > 1 and not (fixed or self.batch_invariant):
+            max_q = int(queries.item(queries.argmax()))
         if self.batch_invariant:
             plan = decode_plan(self._arch, problem, 1, max_q, self.chunk_tokens)
         else:
-            longest = block_table.shape[1] * problem.block_size if fixed and block_table is not None else int(keys[0])
+            longest = block_table.shape[1] * problem.block_size if fixed and block_table is not None else int(keys.item(0))
             plan = decode_plan(self._arch, problem, count, max_q, longest)
         parts, least = _split_rule(self._arch, problem, plan, max_q)
         if self.batch_invariant:
-            length = np.maximum(-(-keys // parts), least)
+            cut = _cut(keys, np.maximum(-(-keys // parts), least))
         else:
-            length = np.array(max(-(-int(np.add.reduce(keys, 0, np.int64)) // parts), least), np.int32)
-        splits = np.maximum((keys + keys + length) // (length + length), ONE)
-        num_cut = int(np.count_nonzero(splits > ONE))  # the first ones, being the longest
-        cut = splits[:num_cut]
-        ends = cut.cumsum()
-        num_items = count - num_cut + (int(ends.item(-1)) if num_cut else 0)
-        most, most_cut = num_items, num_cut
+            length = max(-(-int(np.add.reduce(keys, 0, np.int64)) // parts), least)
+            cut = _cut(keys, length) if 2 * keys.item(0) >= 3 * length else keys[:0]
+        most = most_cut = 0
         if fixed:
             most, most_cut = (count * parts, count) if self.batch_invariant else (count + parts, min(count, parts))
-        items, merges = np.zeros((most, 3), np.int32), np.zeros((most_cut, 3), np.int32)
-        if num_cut:
-            merges[:num_cut, 0], merges[:num_cut, 1], merges[:num_cut, 2] = ids[:num_cut], ends - cut, cut
-            of_cut = merges[:num_cut].repeat(cut, 0)
-            items[: len(of_cut)] = of_cut
-            items[: len(of_cut), 1] = np.arange(len(of_cut)) - of_cut[:, 1]
-        whole = items[num_items - count + num_cut : num_items]
-        whole[:, 0], whole[:, 2] = ids[num_cut:], ONE
+        items, merges = _items(ids, cut, most, most_cut)
+        num_items, num_merges = len(items), len(merges)
         at_items, at_merges = upload.put(items.reshape(-1)), upload.put(merges.reshape(-1))
-        return lambda sent: DecodeLaunch(plan, count, max_q, splits, DecodeWork(sent[at_items], most, sent[at_merges], most_cut))
+        return lambda sent: DecodeLaunch(plan, count, max_q, cut, DecodeWork(sent[at_items], num_items, sent[at_merges], num_merges))
 
     def _tile_part(
         self, upload: Upload, problem: AttnProblem, ids: NDArray[np.int64], query: Ints, context: Ints
     ) -> Callable[[Sent], TileLaunch]:
         queries = query[ids]
-        max_q = self.chunk_tokens if self.batch_invariant else int(queries.item(queries.argmax()))
-        block_m = np.array(prefill_row(self._arch, problem, max_q).config["BLOCK_M"], np.int32)
-        blocks = -(-queries // block_m)
-        first = starts(blocks)
-        num_tiles = int(first.item(-1))
-        tiles = np.empty((len(ids), 2), np.int32)
-        tiles[:, 0], tiles[:, 1] = ids, first[:-1]
-        tiles = tiles.repeat(blocks, 0)
-        tiles[:, 1] = (np.arange(num_tiles, dtype=np.int32) - tiles[:, 1]) * block_m
-        if len(ids) > 1:  # one is in order
+        longest = int(queries.item(queries.argmax()))
+        max_q = self.chunk_tokens if self.batch_invariant else longest
+        block_m = prefill_row(self._arch, problem, max_q).config["BLOCK_M"]
+        if len(ids) == 1:
+            tiles = _tiles_of_one(int(ids.item(0)), longest, block_m)
+        else:
+            tiles = _tiles(ids, queries, block_m)
             tiles = tiles[(tiles[:, 1] + context[tiles[:, 0]]).argsort(kind="stable")]
-        at = upload.put(tiles.reshape(-1))
+        num_tiles, at = len(tiles), upload.put(tiles.reshape(-1))
         return lambda sent: TileLaunch(max_q, num_tiles, sent[at])
 
     def _extend_part(
@@ -215,13 +200,13 @@ class Router:
     ) -> Callable[[Sent], ExtendLaunch]:
         """Requests whose keys are cached up to ``end``; from the first on that a query sees."""
         tiles = self._tile_part(upload, self.extended, ids, query, context)
-        align, start_align = self.row_align, self.paged.start_align
+        start_align = self.paged.start_align
         left = self.params.window_size[0]
-        first, lengths = np.zeros_like(context), np.zeros_like(context)
+        first, lengths = np.zeros(len(context), np.int32), np.zeros(len(context), np.int32)
         if left >= 0:
             first = np.maximum(context - left, 0) // start_align * start_align
         lengths[ids] = end[ids] - first[ids]
-        room = lengths if align == 1 else (lengths + (align - 1)) // align * align
+        room = -(-lengths // self._row_align) * self._row_align
         cu = _pack_whole(room, -(-self.chunk_tokens // ROW_ALIGN) * ROW_ALIGN) if self.batch_invariant else starts(room)
         row_length = int(cu.item(-1))
         at_row = upload.put(first), upload.put(lengths), upload.put(cu)
@@ -366,6 +351,43 @@ def _split_rule(arch: Arch, problem: AttnProblem, plan: DecodePlan, max_seqlen_q
     programs = int(plan.row.config["programs_per_cu"] * arch.compute_units)
     parts = min(max(1, programs // (problem.num_kv_heads * plan.row_blocks)), MAX_SPLITS)
     return parts, plan.row.config.get("keys_per_split") or _least_split(problem, max_seqlen_q)
+
+
+def _tiles(ids: NDArray[np.integer], queries: Ints, block_m: int) -> Ints:
+    """[n, 2] sequence, first row, in order."""
+    blocks = -(-queries // block_m)
+    tiles = np.empty((len(ids), 2), np.int32)
+    tiles[:, 0], tiles[:, 1] = ids, starts(blocks)[:-1]
+    tiles = tiles.repeat(blocks, 0)
+    tiles[:, 1] = (np.arange(len(tiles), dtype=np.int32) - tiles[:, 1]) * block_m
+    return tiles
+
+
+@lru_cache(maxsize=256)
+def _tiles_of_one(request: int, num_queries: int, block_m: int) -> Ints:
+    """As a server has them that takes prompts one by one, in pieces of one size."""
+    return _tiles(np.array([request]), np.array([num_queries], np.int32), block_m)
+
+
+def _cut(keys: Ints, length: int | Ints) -> Ints:
+    """How many parts of about this length make up the keys, where that is more than one: those of the first, being the longest."""
+    parts = (2 * keys + length) // (2 * length)
+    return parts[: np.count_nonzero(parts > ONE)]
+
+
+def _items(ids: NDArray[np.integer], cut: Ints, most: int, most_cut: int) -> tuple[Ints, Ints]:
+    """The lists of `DecodeWork`, at least so long: the first requests are cut into so many parts each, the others are whole."""
+    num_cut, first = len(cut), starts(cut)
+    num_parts, num_whole = int(first.item(num_cut)), len(ids) - num_cut
+    items, merges = (np.zeros((n, 3), np.int32) for n in (max(most, num_parts + num_whole), max(most_cut, num_cut)))
+    if num_cut:
+        merges[:num_cut, 0], merges[:num_cut, 1], merges[:num_cut, 2] = ids[:num_cut], first[:-1], cut
+        parts = merges[:num_cut].repeat(cut, 0)
+        items[:num_parts] = parts
+        items[:num_parts, 1] = np.arange(num_parts) - parts[:, 1]
+    whole = items[num_parts : num_parts + num_whole]
+    whole[:, 0], whole[:, 2] = ids[num_cut:], ONE
+    return items, merges
 
 
 def _pack_whole(room: Ints, chunk: int) -> Ints:

@@ -6,6 +6,7 @@ import math
 import os
 from array import array
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import numpy as np
@@ -165,13 +166,11 @@ class Reasons:
 
     def lengths(self, name: str, values: Sequence[int] | Ints) -> Ints:
         """Host integers, one per request, as int32."""
-        if type(values) is np.ndarray and values.dtype == np.int32 and values.ndim == 1:
-            return values.copy()
         if (type(values) is list or type(values) is tuple) and values and type(values[0]) is int:
-            try:  # half the time of `asarray`; what it does not take is named below
-                return np.frombuffer(array("i", list(values)), np.int32)  # a tuple takes twice the time of a list
-            except (TypeError, OverflowError):
-                pass
+            with suppress(TypeError, OverflowError):  # what it does not take is named below
+                lengths = np.frombuffer(array("I", list(values)), np.int32)  # of a list and as unsigned: a quarter of the time of `asarray`
+                if lengths.item(lengths.argmin()) >= 0:
+                    return lengths
         if isinstance(values, Tensor) and values.is_cuda:
             self.types.append(f"{name} must be on the host, got a tensor on {values.device}")
             self.unusable = True
@@ -186,12 +185,14 @@ class Reasons:
             self.types.append(f"{name} must be a sequence of integers, got {lengths.dtype} of shape {list(lengths.shape)}")
             self.unusable = True
             return np.zeros(0, np.int32)
-        if lengths.itemsize > 4 and lengths.size and lengths.max() > MAX_INT32:
-            self.values.append(f"{name} must be at most {MAX_INT32}, got {lengths.max()}")
-            self.unusable = True
-        elif lengths.itemsize > 4 and lengths.size and lengths.min() < -MAX_INT32:  # would wrap; the others are named one by one
-            self.values.append(f"{name} must be at least 0, got {lengths.min()}")
-            self.unusable = True
+        if lengths.itemsize > 4 and lengths.size:
+            most, least = lengths.item(lengths.argmax()), lengths.item(lengths.argmin())  # a quarter of the time of `max` and `min`
+            if most > MAX_INT32:
+                self.values.append(f"{name} must be at most {MAX_INT32}, got {most}")
+                self.unusable = True
+            elif least < -MAX_INT32:  # would wrap; the others are named one by one
+                self.values.append(f"{name} must be at least 0, got {least}")
+                self.unusable = True
         return lengths.astype(np.int32)  # a copy, since a plan outlives the call
 
     def each(self, need: str, values: Ints, wrong: NDArray[np.bool_]) -> None:
