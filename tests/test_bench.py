@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,8 +15,9 @@ from tritonattn import reference
 from tritonattn.bench import report, sweep
 from tritonattn.bench.cases import work
 from tritonattn.bench.inputs import random_inputs
+from tritonattn.bench.peers import Installed
 from tritonattn.bench.rows import SUITES, Row, select
-from tritonattn.bench.runner import parse_config
+from tritonattn.bench.runner import parse_config, run_row
 from tritonattn.bench.sample import sample_error
 from tritonattn.bench.timing import measure
 from tritonattn.cli import main
@@ -80,6 +83,33 @@ def test_every_suite_runs_and_is_right(suite, tmp_path):
         for name, call in result["calls"].items():
             assert "refused" not in call, f"{result['name']} {name}: {call}"
             assert call["us"] > 0 and not call["wrong"]
+
+
+@runs
+def test_host_time_of_calls_stands_beside_that_of_peers(monkeypatch):
+    """In one process and one row; here the peers are stand-ins."""
+
+    def attend(q, k_cache, v_cache, out, *args):
+        x = inputs[-1]
+        exact, _ = reference.decode_attention(
+            q, k_cache, v_cache, seqused_k=x.seq_lens, block_table=x.block_table, max_seqlen_k=x.max_seqlen_k, kv_layout="nhd",
+            softmax_scale=x.scale,
+        )  # fmt: skip
+        out.copy_(exact)
+
+    inputs = []
+    peers = Installed(None)
+    peers._vllm = True
+    made = peers.calls
+    monkeypatch.setattr(peers, "calls", lambda x: inputs.append(x) or made(x))
+    for module, name in (("triton_unified_attention", "unified_attention"), ("triton_decode_attention", "decode_attention_fwd")):
+        call = attend if name == "unified_attention" else lambda q, k, v, out, lse, *args, **kwargs: attend(q, k, v, out)
+        monkeypatch.setitem(sys.modules, f"vllm.v1.attention.ops.{module}", SimpleNamespace(**{name: call}))
+    for row in select(["plan"], ["call B64"]):
+        result = run_row(row.smoke(), torch.device("cuda" if torch.cuda.is_available() else "cpu"), peers, {})
+        (peer,) = [call for name, call in result["calls"].items() if name in ("TRITON_ATTN", "TRITON_MLA")]
+        assert peer["us"] > 0 and not peer["wrong"], result["name"]
+        assert report.ratios([result])[0].startswith("plan: TRITON_")
 
 
 @runs

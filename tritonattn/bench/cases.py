@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import cycle
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +19,7 @@ from tritonattn.bench.sample import sample_error
 from tritonattn.layouts import allocate, from_nhd, to_nhd
 
 Call = Callable[[], Any]
+PLANNED_STEPS = 32
 
 
 @dataclass
@@ -184,7 +188,7 @@ def _router_run(x: Inputs, k: Tensor, v: Tensor) -> Call:
 
 def _run_call(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
     x = random_inputs(row, device, cached=True)
-    return _attention(x, {"tritonattn router": lambda: _router_run(x, *x.new_tokens())}, None, only, "decode")
+    return _attention(x, {"tritonattn router": lambda: _router_run(x, *x.new_tokens())}, peers, only, "decode")
 
 
 def _plan(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
@@ -193,19 +197,27 @@ def _plan(row: Row, device: torch.device, peers: Peers | None, only: str) -> Cas
         case = calls[row.what](row, device, peers, only)
         case.host = True
         return case
-    router = tritonattn.Router(row.heads, row.kv_heads, row.head_size, dtype=torch.bfloat16, device=device, kv_layout="nhd")
-    table = torch.zeros(row.batch, -(-row.seq_len // row.block_size), dtype=torch.int32, device=device)
+    table = torch.zeros(row.batch, -(-(row.seq_len + PLANNED_STEPS) // row.block_size), dtype=torch.int32, device=device)
 
-    def call():
-        return router.plan(row.query_lens, row.seq_lens, table)
+    def planner(kind, leave):
+        """Steps over which every sequence grows; in every second one the first `leave` requests are missing."""
+        router = tritonattn.Router(row.heads, row.kv_heads, row.head_size, dtype=torch.bfloat16, device=device, kv_layout="nhd")
+        steps = []
+        for i in range(PLANNED_STEPS):
+            first = leave * (i % 2)
+            steps.append((kind(row.query_lens[first:]), kind([length + i for length in row.seq_lens[first:]]), table[first:]))
+        turn = cycle(steps)
+        return lambda: router.plan(*next(turn))
 
-    return Case({"tritonattn router.plan": call}, 0.0, 0.0, lambda plan: 0.0, "decode", host=True)
+    forms = {"": (list, 0), " of arrays": (partial(np.array, dtype=np.int32), 0), " of other requests": (list, 1)}
+    plans = {f"tritonattn router.plan{name}": planner(*form) for name, form in forms.items()}
+    return Case(plans, 0.0, 0.0, lambda plan: 0.0, "decode", host=True)
 
 
 def _graph(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case:
     """A step whose plan has room for its own lengths, as the measure, and for `row.room` keys a sequence, as a graph is captured."""
     x = random_inputs(row, device, cached=True)
-    latent = row.dv < row.head_size
+    latent = row.latent
     if latent:
         x.scale = 192**-0.5
     pages = -(-row.room // row.block_size)

@@ -83,8 +83,7 @@ def random_inputs(row: Row, device: torch.device, *, cached: bool) -> Inputs:
     for i, begin in enumerate(accumulate(pages[:-1], initial=0)):
         x.block_table[i, : pages[i]] = free[begin : begin + pages[i]]
     x.k_cache = normal(len(free), row.block_size, row.kv_heads, row.head_size)
-    latent = row.kv_heads == 1 and row.dv < row.head_size
-    x.v_cache = x.k_cache[..., : row.dv] if latent else normal(len(free), row.block_size, row.kv_heads, row.dv)
+    x.v_cache = x.k_cache[..., : row.dv] if row.latent else normal(len(free), row.block_size, row.kv_heads, row.dv)
     if row.fp8:
         fp8 = getattr(torch, detect(device).fp8_types[0])
         x.k_cache, x.v_cache, x.descales = x.k_cache.to(fp8), x.v_cache.to(fp8), (0.5, 2.0)

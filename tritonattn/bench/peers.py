@@ -62,7 +62,7 @@ class Installed:
         found: dict[str, Call] = {}
         if row.fp8 or row.suite == "cliffs":
             return {}
-        if row.suite == "mla":
+        if row.latent:
             if row.query_len == 1:
                 if FLASH_MLA in self._binaries:
                     found[FLASH_MLA] = _flash_mla(x)

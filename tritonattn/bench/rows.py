@@ -34,7 +34,7 @@ class Row:
         if self.suite in ("extend", "spec-decode") or (self.suite == "mla" and self.query_len > 1):
             parts.append(f"q{self.query_len}")
         parts.append(f"S{self.seq_len}")
-        if self.suite == "mla" or (self.suite == "graph" and self.head_size == 576):
+        if self.suite == "mla" or (self.suite == "graph" and self.latent):
             parts.append(f"h{self.heads}")
         else:
             parts.append(f"{self.heads}/{self.kv_heads}")
@@ -49,6 +49,11 @@ class Row:
         if self.room:
             parts.append(f"in {self.room}")
         return " ".join(parts)
+
+    @property
+    def latent(self) -> bool:
+        """A cache of MLA: one head, whose values are its first columns."""
+        return self.kv_heads == 1 and self.dv < self.head_size
 
     @property
     def dv(self) -> int:
