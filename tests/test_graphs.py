@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from triton.compiler import CompiledKernel
 
 import tritonattn
 from tests import cases, mla_cases
 from tests.test_mla_router import HEADS, NOPE, ROPE, SCALE, Layer, V
+from tritonattn import batch, mha, mla
 from tritonattn.paths import launch
+from tritonattn.tuning.table import Row
 from tritonattn.warmup import Compilations
 
 LONGEST = 4096 if torch.cuda.is_available() else 700
@@ -303,7 +308,110 @@ def test_replays_of_the_ops(device, make):
         check_padding(out[case.rows :])
 
 
+# -- case 83: capture without a first run ------------------------------------------------------------------------
+
+
+def test_case_83_what_a_graph_cannot_hold_is_refused(device, monkeypatch):
+    """Before anything has spoilt the capture: the upload of a plan, and a gather that asks the device how many rows it gives."""
+    step, layer = Decoding(device, ONE_TOKEN), cases.extend([(2, 40), (1, 9)])
+    plan = step.load(step.batches[0])
+    for module in (batch, mha, mla):
+        monkeypatch.setattr(module, "is_capturing", lambda device: True)
+    with pytest.raises(RuntimeError, match="a plan cannot be made while a graph is captured"):
+        step.load(step.batches[1])
+    table, starts = layer.cache.table.to(device), torch.zeros(2, dtype=torch.int32, device=device)
+    k_cache, v_cache = (x.to(device) for x in (layer.cache.k, layer.cache.v))
+    with pytest.raises(RuntimeError, match=r"^gather_cache: out must be given while a graph is captured"):
+        tritonattn.gather_cache(k_cache, v_cache, table, starts, starts, kv_layout="nhd")
+    with pytest.raises(RuntimeError, match=r"^mla_gather_cache: out must be given while a graph is captured"):
+        tritonattn.mla_gather_cache(torch.zeros(9, 16, 80, device=device), table, starts, starts, kv_lora_rank=64)
+    step.router.run(plan, step.q, step.k, step.v, *step.caches, out=step.out)  # the older plan is still the latest, and right
+
+
+@pytest.mark.parametrize("module", [None, "loaded"])
+def test_case_83_the_first_run_of_a_kernel(monkeypatch, module):
+    """Triton would ask the driver to load it, which spoils the capture; one that is loaded goes its way."""
+    launched = []
+    compiled = object.__new__(CompiledKernel)
+    compiled.module = module
+    kernel = MagicMock(pre_run_hooks=["none"], arg_names=[], fn=SimpleNamespace(__name__="decode"))
+    kernel.run.return_value = compiled
+    kernel.__getitem__.return_value = lambda *args, **options: launched.append(args) or compiled
+    monkeypatch.setattr(launch, "is_capturing", lambda device: True)
+    call = partial(launch.run, kernel, (1,), (SimpleNamespace(is_cuda=True, device=None),), {}, {}, Row({}, {}, {}, "a row"))
+    if module is None:
+        with pytest.raises(RuntimeError, match=r"around the first run of a kernel \(decode\): make the same call once before the capture"):
+            call()
+    else:
+        call()
+    assert len(launched) == (module is not None)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("make", [cases.decode, mla_cases.decode], ids=["decode_attention", "mla_decode"])
+def test_case_83_ops_that_never_ran(device, make):
+    """Shapes that no other test has. Refused by name, the capture ends in peace, and after a run it is right."""
+    shape = {"heads": (10, 2), "head_size": 88} if make is cases.decode else {"heads": 5, "latent": 112, "rope": 48}
+    many, held, load = op_calls(device, [[(1, 300), (1, 20)]], make, dtype=torch.bfloat16, **shape)
+    (case,) = many
+    fixed = {name: value for name, value in case.args.items() if name not in held}
+    load(case)
+
+    def call():
+        return getattr(tritonattn, case.op)(**held, **fixed)
+
+    with pytest.raises(RuntimeError, match="make the same call once before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        call()
+    want = call().clone()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    out.fill_(cases.MARK)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+
+
+@pytest.mark.gpu
+def test_case_83_a_router_that_never_ran(device):
+    """Its kernels have to be loaded; given that, a router whose scratch is made in the capture is right too."""
+    shape = {"dtype": torch.bfloat16, "head_size": 104, "heads": (12, 2), "layout": "nhd"}
+    first, second = (Decoding(device, ONE_TOKEN, **shape) for _ in range(2))
+    plan = first.load(first.batches[0])
+    with pytest.raises(RuntimeError, match="make the same call once before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        first.router.run(plan, first.q, first.k, first.v, *first.caches, out=first.out)
+    graph = first.capture()
+    for case in first.batches:
+        first.check(graph, case)
+    plan, graph = second.load(second.batches[0]), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        second.router.run(plan, second.q, second.k, second.v, *second.caches, out=second.out)
+    for case in second.batches:
+        second.check(graph, case)
+        poison_free_memory(device)
+    with pytest.raises(RuntimeError, match="a plan cannot be made"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        second.router.plan([1] * 4, [9] * 4, second.table)
+
+
 # -- what only a GPU shows ------------------------------------------------------------------------------------
+
+
+def check_steady(device, router, step, many, memory):
+    """Of a few steps more, of all lengths: nothing is compiled, no scratch is taken, nothing waits for the device, and `memory()` stays."""
+    torch.cuda.synchronize()
+    before, scratch = memory(), router.scratch.nbytes
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with Compilations() as seen:
+            for lens in many * 3:
+                step(lens)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert memory() == before, "a steady step allocates"
+    assert router.scratch.nbytes == scratch
+    assert not seen.new and not seen.found, [event.kernel for event in (*seen.new, *seen.found)]
 
 
 @pytest.mark.gpu
@@ -331,19 +439,7 @@ def test_steady_steps_allocate_compile_and_wait_for_nothing(device, layout, thre
     graph = capture(lambda: router.run(plan, q, k, v, *caches, out=out), device)
     many = [[2] * 8, [131072] * 8, [0] * 8, [5, 0, 131072, 17, 300, 0, 4096, 65536], [1000] * 4 + [0] * 4, *([n] * 8 for n in (15, 16, 17, 2048))]
     step(many[0])
-    torch.cuda.synchronize()
-    allocated, scratch = torch.cuda.memory_stats(device)["allocation.all.allocated"], router.scratch.nbytes
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with Compilations() as seen:
-            for lens in many * 3:
-                step(lens)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_stats(device)["allocation.all.allocated"] == allocated, "a steady step allocates"
-    assert router.scratch.nbytes == scratch
-    assert not seen.new and not seen.found, [event.kernel for event in (*seen.new, *seen.found)]
+    check_steady(device, router, step, many, lambda: torch.cuda.memory_stats(device)["allocation.all.allocated"])
     assert out.isfinite().all()
 
 
@@ -370,16 +466,5 @@ def test_steady_steps_of_mla_allocate_no_scratch(device):
     many = [[2] * 8, [65536] * 8, [0] * 8, [5, 0, 65536, 17, 300, 0, 4096, 100], *([n] * 8 for n in (63, 64, 65, 2048))]
     for lens in many:
         step(lens)
-    torch.cuda.synchronize()
-    held, scratch = torch.cuda.memory_allocated(device), router.scratch.nbytes
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with Compilations() as seen:
-            for lens in many * 3:
-                step(lens)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated(device) == held and router.scratch.nbytes == scratch
-    assert not seen.new and not seen.found
+    check_steady(device, router, step, many, lambda: torch.cuda.memory_allocated(device))
     assert out.isfinite().all()

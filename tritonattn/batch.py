@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tritonattn.checks import check_lengths
 from tritonattn.plan import ContextRow, DecodePlan, DecodeWork
+from tritonattn.where import is_capturing
 
 Ints = NDArray[np.int32]
 Sent = Sequence[Tensor]
@@ -228,6 +229,8 @@ class Upload:
 
     def send(self, device: torch.device, kept: dict[tuple[int, ...], tuple[Tensor, Sent]] | None = None) -> Sent:
         """The arrays as int32. ``kept``: earlier buffers, of which arrays of the same sizes take the place."""
+        if is_capturing(device):
+            raise RuntimeError("a plan cannot be made while a graph is captured, which would replay this one for ever: plan, and run once, before")
         # Pinned; the memory is kept by its allocator until the copy is done.
         host = torch.empty(sum(self._sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
         np.concatenate(self._arrays, out=host.numpy())

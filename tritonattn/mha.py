@@ -31,6 +31,7 @@ from tritonattn.paths.replay import repeated
 from tritonattn.plan import decode_plan
 from tritonattn.scratch import Fresh, take
 from tritonattn.tuning.arch import detect
+from tritonattn.where import is_capturing
 
 Scale = float | Tensor | None
 
@@ -206,6 +207,8 @@ def gather_cache(
     cache = checks.check_gather(
         k_cache, v_cache, block_table, starts, lengths, kv_layout=kv_layout, k_descale=k_descale, v_descale=v_descale, out=out
     )
+    if out is None and is_capturing(starts.device):
+        raise RuntimeError("gather_cache: out must be given while a graph is captured, which cannot read the number of its rows from the device")
     cu = torch.zeros(len(starts) + 1, dtype=torch.int32, device=starts.device)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu[1:])
     if out is None:

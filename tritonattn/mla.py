@@ -27,6 +27,7 @@ from tritonattn.paths.replay import repeated
 from tritonattn.plan import decode_plan
 from tritonattn.scratch import Fresh
 from tritonattn.tuning.arch import detect
+from tritonattn.where import is_capturing
 
 
 @repeated
@@ -133,6 +134,8 @@ def mla_gather_cache(
     cache = checks.check_mla_gather(
         kv_cache, block_table, starts, lengths, kv_lora_rank=kv_lora_rank, kv_descale=kv_descale, rope_descale=rope_descale, out=out
     )
+    if out is None and is_capturing(starts.device):
+        raise RuntimeError("mla_gather_cache: out must be given while a graph is captured, which cannot read the number of its rows from the device")
     cu = torch.zeros(len(starts) + 1, dtype=torch.int32, device=starts.device)
     torch.cumsum(lengths, 0, dtype=torch.int32, out=cu[1:])
     if out is None:

@@ -105,6 +105,7 @@ class Router:
 
         Raises:
             ValueError, TypeError: with every reason: negative lengths, more query than sequence tokens, a table too short, ...
+            RuntimeError: while a graph is captured.
         """
         query, seq, context, max_seq_len = check_plan(
             query_lens, seq_lens, block_table, self.device, self.block_size, self.decode_threshold
@@ -137,11 +138,11 @@ class Router:
 
     def _send(self, upload: Upload, batch: int, decode_only: bool) -> Sent:
         """The plans of decodes alone take turns in buffers that stay."""
+        sent = upload.send(self.device, self._fixed if decode_only else None)
         self._version += 1
-        if not decode_only:
-            return upload.send(self.device)
-        self._latest[batch] = self._version
-        return upload.send(self.device, self._fixed)
+        if decode_only:
+            self._latest[batch] = self._version
+        return sent
 
     def _decode_part(
         self, upload: Upload, ids: NDArray[np.int64] | None, query: Ints, seq: Ints, block_table: Tensor | None
@@ -250,6 +251,7 @@ class Router:
 
         Raises:
             ValueError, TypeError: with every reason, before any launch.
+            RuntimeError: while a graph is captured, at a kernel that was never run before.
 
         Of a decode-only batch, ``run`` can be captured in a graph, once it has run outside one: nothing of it waits for the
         device, scratch has its place by then, and what changes from step to step is in the buffer that `plan` fills.

@@ -24,6 +24,11 @@ def device_of(device: torch.device | str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def is_capturing(device: torch.device) -> bool:
+    """The current stream records a graph: nothing runs, and nothing may wait, be loaded, or come from the host anew at each replay."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def working_device() -> torch.device:
     """The current GPU; without one the CPU, in Triton's interpreter unless a simulated GPU is set up. To call before Triton is imported."""
     if torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":

@@ -19,6 +19,7 @@ from tritonattn import log
 from tritonattn.paths import replay
 from tritonattn.tile.fp8 import FP8_FORMATS
 from tritonattn.tuning.table import Row
+from tritonattn.where import is_capturing
 
 # What the matrix products run in. Triton's interpreter multiplies the bits of bfloat16 as integers: there it is widened.
 TRITON_DTYPES = {
@@ -70,6 +71,8 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, flags: Mapping[str, Any
     key = None if replay.NEVER or not args[0].is_cuda or kernel.pre_run_hooks else _key(kernel, args, flags, static, row)
     known = _compiled.get(key)
     if known is None:
+        if args[0].is_cuda and is_capturing(args[0].device):
+            _require_loaded(kernel, grid, args, {**flags, **static, **row.options})
         compiled = kernel[grid](*args, **flags, **static, **row.options)
         if not isinstance(compiled, CompiledKernel):  # interpreted, or compiling elsewhere, ahead of time
             replay.unrepeatable()
@@ -98,6 +101,14 @@ def _key(kernel: Any, args: tuple, flags: Mapping[str, Any], static: Mapping[str
 
 
 _compiled: dict[tuple | None, tuple] = {}
+
+
+def _require_loaded(kernel: Any, grid: tuple[int, ...], args: tuple, keywords: dict[str, Any]) -> None:
+    """The driver loads no code while a graph is captured; asked all the same, it spoils the capture, whose end then raises an error of its own."""
+    compiled = kernel.run(*args, grid=grid, warmup=True, **keywords)
+    if isinstance(compiled, CompiledKernel) and compiled.module is None:
+        name = kernel.fn.__name__
+        raise RuntimeError(f"a graph cannot be captured around the first run of a kernel ({name}): make the same call once before the capture")
 
 
 @contextmanager
