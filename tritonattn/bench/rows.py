@@ -115,7 +115,8 @@ def _latent(suite: str, batch: int, length: int, heads: int, query_len: int = 1,
 
 def _mla() -> list[Row]:
     sizes = [(1, 8192), (1, 65536), (16, 4096), (64, 4096), (128, 4096), (64, 32768)]
-    return [*(_latent("mla", *size, heads) for size in sizes for heads in (128, 16)), _latent("mla", 16, 4096, 16, 4)]
+    rows = [_latent("mla", *size, heads) for size in sizes for heads in (128, 16)]
+    return rows + [_latent("mla", 16, 8192, 16, query_len) for query_len in (1, 4)]
 
 
 def _mixed() -> list[Row]:

@@ -36,14 +36,17 @@ def load_kv(
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
     FLAT: tl.constexpr, SAME_STRIDES: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     KCOL: tl.constexpr, KCOLS: tl.constexpr, VCOL: tl.constexpr, VCOLS: tl.constexpr,
-    CLEAR_V: tl.constexpr, MASKED: tl.constexpr,
+    CLEAR_V: tl.constexpr, REPEAT: tl.constexpr,
 ):  # fmt: skip
     """K columns [KCOL, KCOL + KCOLS) and V columns [VCOL, VCOL + VCOLS) of the tokens [n, n + BLOCK_N).
 
-    Of a plain cache, tokens outside [lo, hi) come as zeros. Of a preshuffled one, where 16 bytes hold several tokens, V does so with
-    CLEAR_V alone, by a selection in registers that the interior tiles are spared; K does not need it.
+    Of a plain cache, tokens from hi on come as the last one before it with REPEAT, and any outside [lo, hi) as zeros without. Of a
+    preshuffled one, where 16 bytes hold several tokens, V does the latter with CLEAR_V alone, by a selection in registers that the
+    interior tiles are spared; K does not need it.
     """
     tokens = n + tl.arange(0, BLOCK_N)
+    if REPEAT:
+        tokens = tl.minimum(tokens, hi - 1)
     if FLAT:
         page = n + tl.arange(0, BLOCK_N // BLOCK_SIZE) * BLOCK_SIZE
         live = (page < hi) & (page + BLOCK_SIZE > lo)
@@ -61,8 +64,8 @@ def load_kv(
         v_rows = k_rows
         if not SAME_STRIDES:
             v_rows = kv_load.plain_rows(v_pages, tokens, stride_v_block, stride_v_token, BLOCK_SIZE, VEC)
-        k = load_2d(k_base, k_rows, kc, ok, kc < D, MASKED, KCOL + KCOLS > D)
-        v = load_2d(v_base, v_rows, vc, ok, vc < DV, MASKED, VCOL + VCOLS > DV)
+        k = load_2d(k_base, k_rows, kc, ok, kc < D, not REPEAT, KCOL + KCOLS > D)
+        v = load_2d(v_base, v_rows, vc, ok, vc < DV, not REPEAT, VCOL + VCOLS > DV)
     if CLEAR_V:
         v = kv_load.clear_dead(v, n, lo, hi)
     return k, v
@@ -70,21 +73,22 @@ def load_kv(
 
 @triton.jit
 def decode_tile(
-    q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, hi, row_lo, row_hi, slope, row_position, scale, softcap,
+    q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, hi, seen_by_all, row_lo, row_hi, slope, row_position, scale, softcap,
     stride_k_block, stride_k_token, stride_v_block, stride_v_token,
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, VEC: tl.constexpr,
     FLAT: tl.constexpr, SAME_STRIDES: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr,
     V1: tl.constexpr, DV: tl.constexpr, SOFTCAP: tl.constexpr, ALIBI: tl.constexpr, WINDOW_LEFT: tl.constexpr,
-    CLEAR_V: tl.constexpr, MASKED: tl.constexpr, FP8_HALF: tl.constexpr, CONVERT_ONCE: tl.constexpr,
+    CLEAR_V: tl.constexpr, MASK_FEW: tl.constexpr, FP8_HALF: tl.constexpr, CONVERT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Keys [n, n + BLOCK_N) into the state of the rows; all rows see all of them unless MASKED."""
+    """Keys [n, n + BLOCK_N) into the state of the rows. MASK_FEW: tiles that end at or before `seen_by_all` pass the mask by."""
+    REPEAT: tl.constexpr = not SHUFFLED and not WINDOW_LEFT
     keys = n + tl.arange(0, BLOCK_N)
     ok = keys < hi
     if WINDOW_LEFT:
         ok = ok & (keys >= lo)
     k0, v0 = load_kv(
         k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-        SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, 0, D0, 0, V0, CLEAR_V, MASKED,
+        SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, 0, D0, 0, V0, CLEAR_V, REPEAT,
     )  # fmt: skip
     if CONVERT_ONCE:
         k0 = kv_load.convert_once(k0, q0.dtype)
@@ -94,7 +98,7 @@ def decode_tile(
         # Where one of the two has no second part, what is loaded in its place is masked out and not used.
         k1, v1 = load_kv(
             k_base, v_base, k_pages, v_pages, n, ok, lo, hi, stride_k_block, stride_k_token, stride_v_block, stride_v_token,
-            SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, D0, D1 if D1 > 0 else 16, V0, V1 if V1 > 0 else 16, CLEAR_V, MASKED,
+            SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT, SAME_STRIDES, D, DV, D0, D1 if D1 > 0 else 16, V0, V1 if V1 > 0 else 16, CLEAR_V, REPEAT,
         )  # fmt: skip
         if CONVERT_ONCE:
             k1 = kv_load.convert_once(k1, q0.dtype)
@@ -105,9 +109,9 @@ def decode_tile(
         s = s * q_power[:, None]
     distance = keys[None, :] - row_position[:, None]
     s, factor = softmax.modify_scores(s, scale, softcap, slope, distance, SOFTCAP, ALIBI)
-    if MASKED:
+    if not MASK_FEW or n + BLOCK_N > seen_by_all:
         s = tl.where(mask.tile_mask(keys[None, :], row_lo[:, None], tl.minimum(row_hi, hi)[:, None], WINDOW_LEFT), s, softmax.NEG_INF)
-    p, alpha, m, l = softmax.online_step(s, m, l, factor, MASKED)
+    p, alpha, m, l = softmax.online_step(s, m, l, factor, True)
     if FP8_HALF:
         p = p * P_SCALE
     p = p.to(q0.dtype)
@@ -215,10 +219,11 @@ def decode(
 
         # The ids of the next tile's pages are carried through the loop: a table load feeding a K load in the same iteration makes the
         # pipeliner spread its stages over both hops, which leaves one K buffer at three stages.
-        k_pages = kv_load.page_ids(table, begin + units, begin + units < hi, BLOCK_SIZE)
+        REPEAT: tl.constexpr = not SHUFFLED and not WINDOW_LEFT
+        k_pages = kv_load.page_ids(table, begin + units, hi, REPEAT, BLOCK_SIZE)
         v_pages = k_pages
         if SHUFFLED and not FLAT:
-            v_pages = kv_load.page_ids(table, begin + runs, begin + runs < hi, BLOCK_SIZE)
+            v_pages = kv_load.page_ids(table, begin + runs, hi, False, BLOCK_SIZE)
         # 16 bytes of V of a preshuffled cache hold X tokens, of which the last ones may be dead and hold anything. Clearing them in
         # registers would cost every tile; so the loop stops at a whole run, and the rest, fewer than X tokens, is a small tile of its own.
         # Under a window, whose left edge moves too, every tile is cleared.
@@ -227,32 +232,19 @@ def decode(
         loop_end = hi
         if REST:
             loop_end = tl.maximum(hi - hi % X, begin)
-        # With many rows the mask is a good part of a tile's work: then the tiles that all rows see in full have a loop of their own.
-        masked_from = begin
-        APART: tl.constexpr = ROWS > 32 and not SHUFFLED and not WINDOW_LEFT
-        if APART:
-            seen_by_all = tl.minimum(diag + row0 // GROUP + window_right + 1, hi)
-            masked_from = begin + tl.maximum(seen_by_all - begin, 0) // BLOCK_N * BLOCK_N
-            for n in tl.range(begin, masked_from, BLOCK_N, num_stages=NUM_STAGES):
-                following = n + BLOCK_N
-                next_k_pages = kv_load.page_ids(table, following + units, following + units < hi, BLOCK_SIZE)
-                acc0, acc1, m, l = decode_tile(
-                    q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, k_pages, k_pages, n, lo, hi, row_lo, row_hi, slope, query + diag, scale,
-                    softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT,
-                    SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, False, False, FP8_HALF, CONVERT_ONCE,
-                )  # fmt: skip
-                k_pages = next_k_pages
-            v_pages = k_pages
-        for n in tl.range(masked_from, loop_end, BLOCK_N, num_stages=NUM_STAGES):
+        # With many rows the mask is a good part of a tile's work: then only the tiles that some row does not see in full take it.
+        MASK_FEW: tl.constexpr = ROWS > 32 and not WINDOW_LEFT
+        seen_by_all = tl.minimum(diag + row0 // GROUP + window_right + 1, loop_end)
+        for n in tl.range(begin, loop_end, BLOCK_N, num_stages=NUM_STAGES):
             following = n + BLOCK_N
-            next_k_pages = kv_load.page_ids(table, following + units, following + units < hi, BLOCK_SIZE)
+            next_k_pages = kv_load.page_ids(table, following + units, hi, REPEAT, BLOCK_SIZE)
             next_v_pages = next_k_pages
             if SHUFFLED and not FLAT:
-                next_v_pages = kv_load.page_ids(table, following + runs, following + runs < hi, BLOCK_SIZE)
+                next_v_pages = kv_load.page_ids(table, following + runs, hi, False, BLOCK_SIZE)
             acc0, acc1, m, l = decode_tile(
-                q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, loop_end, row_lo, row_hi, slope, query + diag, scale,
+                q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, k_pages, v_pages, n, lo, loop_end, seen_by_all, row_lo, row_hi, slope, query + diag, scale,
                 softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, BLOCK_N, VEC, FLAT,
-                SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, CLEAR, True, FP8_HALF, CONVERT_ONCE,
+                SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, CLEAR, MASK_FEW, FP8_HALF, CONVERT_ONCE,
             )  # fmt: skip
             k_pages = next_k_pages
             v_pages = next_v_pages
@@ -260,12 +252,12 @@ def decode(
             if loop_end < hi:
                 few = loop_end + tl.arange(0, 16)
                 first = loop_end + tl.arange(0, 16 // X) * X
-                rest_k_pages = kv_load.page_ids(table, few, few < hi, BLOCK_SIZE)
-                rest_v_pages = kv_load.page_ids(table, first, first < hi, BLOCK_SIZE)
+                rest_k_pages = kv_load.page_ids(table, few, hi, False, BLOCK_SIZE)
+                rest_v_pages = kv_load.page_ids(table, first, hi, False, BLOCK_SIZE)
                 acc0, acc1, m, l = decode_tile(
-                    q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, rest_k_pages, rest_v_pages, loop_end, lo, hi, row_lo, row_hi, slope, query + diag,
-                    scale, softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE, 16,
-                    VEC, False, SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, True, True, FP8_HALF, CONVERT_ONCE,
+                    q0, q1, q_power, acc0, acc1, m, l, k_base, v_base, rest_k_pages, rest_v_pages, loop_end, lo, hi, loop_end, row_lo, row_hi,
+                    slope, query + diag, scale, softcap, stride_k_block, stride_k_token, stride_v_block, stride_v_token, SHUFFLED, X, BLOCK_SIZE,
+                    16, VEC, False, SAME_STRIDES, D0, D1, D, V0, V1, DV, SOFTCAP, ALIBI, WINDOW_LEFT, True, False, FP8_HALF, CONVERT_ONCE,
                 )  # fmt: skip
 
     inverse, lse_row = softmax.finish(m, l)

@@ -28,12 +28,11 @@ from tritonattn.tuning.table import Row
 
 @triton.jit
 def tile_pages(table, n, hi, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Block ids of the keys [n, n + BLOCK_N); a single one where a tile cannot straddle pages."""
+    """Block ids of the keys [n, n + BLOCK_N), see `kv_load.page_ids`; a single one where a tile cannot straddle pages."""
     if BLOCK_SIZE % BLOCK_N == 0:
-        return kv_load.page_ids(table, n, n < hi, BLOCK_SIZE)
+        return kv_load.page_ids(table, n, hi, True, BLOCK_SIZE)
     else:
-        keys = n + tl.arange(0, BLOCK_N)
-        return kv_load.page_ids(table, keys, keys < hi, BLOCK_SIZE)
+        return kv_load.page_ids(table, n + tl.arange(0, BLOCK_N), hi, True, BLOCK_SIZE)
 
 
 @triton.jit
@@ -54,25 +53,27 @@ def mla_tile(
     BLOCK_SIZE: tl.constexpr, L0: tl.constexpr, L1: tl.constexpr, LATENT: tl.constexpr, R: tl.constexpr, ROPE: tl.constexpr,
     VEC: tl.constexpr, BLOCK_N: tl.constexpr, SCORES_ONCE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys [n, n + BLOCK_N) into the state of the rows. MASKED tiles read only keys below `hi` and apply the mask."""
+    """Keys [n, n + BLOCK_N) into the state of the rows. MASKED tiles read the last key below `hi` for those from there on, and apply the mask."""
     COMPUTE: tl.constexpr = q0.dtype
     keys = tl.arange(0, BLOCK_N)
-    ok = n + keys < hi
+    live = keys
+    if MASKED:
+        live = tl.minimum(keys, hi - 1 - n)
     # Within one page the offsets in a tile are the same for all tiles.
     if BLOCK_SIZE % BLOCK_N == 0:
         base = kv_cache + plain_rows(pages, n, stride_kv_block, stride_kv_token, BLOCK_SIZE, VEC)
-        rows = keys * (stride_kv_token * VEC)
+        rows = live * (stride_kv_token * VEC)
     else:
         base = kv_cache
-        rows = plain_rows(pages, n + keys, stride_kv_block, stride_kv_token, BLOCK_SIZE, VEC)
+        rows = plain_rows(pages, n + live, stride_kv_block, stride_kv_token, BLOCK_SIZE, VEC)
     c0 = tl.arange(0, L0)
     cr = tl.arange(0, R)
-    kv0 = convert_once(load_2d(base, rows, c0, ok, c0 < LATENT, MASKED, False), COMPUTE)
+    kv0 = convert_once(load_2d(base, rows, c0, None, c0 < LATENT, False, False), COMPUTE)
     kv1 = kv0
     if L1 > 0:
         c1 = tl.arange(0, L1)
-        kv1 = convert_once(load_2d(base + L0, rows, c1, ok, c1 < LATENT - L0, MASKED, L0 + L1 > LATENT), COMPUTE)
-    kr = convert_once(load_2d(base + LATENT, rows, cr, ok, cr < ROPE, MASKED, R > ROPE), COMPUTE)
+        kv1 = convert_once(load_2d(base + L0, rows, c1, None, c1 < LATENT - L0, False, L0 + L1 > LATENT), COMPUTE)
+    kr = convert_once(load_2d(base + LATENT, rows, cr, None, cr < ROPE, False, R > ROPE), COMPUTE)
     # Where a product flows into another, Triton gives all warps to the rows; if those are too few, warps repeat each other's scores.
     # It does not look past control flow: within a branch that is always taken, the scores are shared out among all warps.
     if not SCORES_ONCE or n >= 0:

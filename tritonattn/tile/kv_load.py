@@ -82,9 +82,12 @@ def load_2d(base, row_offsets, columns, row_ok, column_ok, MASK_ROWS: tl.constex
 
 
 @triton.jit
-def page_ids(block_table, tokens, ok, BLOCK_SIZE: tl.constexpr):
-    """Block ids of token positions; entries of tokens that are not `ok` are not read."""
-    return tl.load(block_table + tokens // BLOCK_SIZE, mask=ok, other=0)
+def page_ids(block_table, tokens, end, REPEAT: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Block ids of token positions. Those from `end` on are not looked up; with REPEAT they get the id of the one before it."""
+    if REPEAT:
+        return tl.load(block_table + tl.minimum(tokens, end - 1) // BLOCK_SIZE)
+    else:
+        return tl.load(block_table + tokens // BLOCK_SIZE, mask=tokens < end, other=0)
 
 
 @triton.jit
