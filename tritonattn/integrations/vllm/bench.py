@@ -2,8 +2,8 @@
 
 Models are random ones of a given shape, or a checkpoint (`--model DIR`). `--check` compares greedy tokens with transformers in float32, by
 regret (how much likelier its best token was than the one vLLM took) and by the difference of log-probabilities: equal tokens flip on near
-ties. `--loads` times requests that are all there at the start; weights do not matter there. Each variant runs in a process of its own, and
-each prints one line of JSON per result.
+ties. `--first` times the very first requests, which wait for whatever is compiled that late. `--loads` times requests that are all there at the
+start; weights do not matter there. Each variant runs in a process of its own, and each prints one line of JSON per result.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--eager", action="store_true", help="without graphs")
     parser.add_argument("--check", action="store_true", help="compare with transformers")
+    parser.add_argument("--first", action="store_true", help="time the first requests of a server that warmed up as vLLM does by default")
     parser.add_argument("--loads", default="", help="in,out[,requests];... as in 2048,16;128,256;65536,64,8")
     parser.add_argument("--batched-tokens", type=int, default=8192, help="per step; contexts longer than that come in chunks")
     parser.add_argument("--memory", type=float, default=0.5, help="gpu_memory_utilization")
@@ -114,13 +115,14 @@ def run(args: argparse.Namespace, variant: str) -> None:
     if mla and variant == "stock" and not _custom_prefill_for_stock():
         attention.pop("mla_prefill_backend")
     graphs = {} if args.eager else {"cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]}
+    begin = time.perf_counter()
     # Native ops of vLLM in both variants, so that it runs with and without its compiled extension.
     llm = LLM(
         model=str(folder), skip_tokenizer_init=True, load_format="auto" if args.check or args.model else "dummy", dtype="bfloat16",
         enforce_eager=args.eager, max_model_len=max([4096, *(n + out for n, out, *_ in loads)]), max_num_seqs=64,
         max_num_batched_tokens=args.batched_tokens, gpu_memory_utilization=args.memory, enable_prefix_caching=False, kv_cache_dtype=args.kv_cache_dtype,
         compilation_config={"mode": 0, "custom_ops": ["none"]} | graphs,
-        kernel_config={"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}, "enable_jit_warmup": False},
+        kernel_config={"ir_op_priority": {"rms_norm": ["native"], "fused_add_rms_norm": ["native"]}, "enable_jit_warmup": args.first},
         attention_config=attention,
     )  # fmt: skip
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -128,12 +130,16 @@ def run(args: argparse.Namespace, variant: str) -> None:
     used = AttentionBackendEnum[attention["backend"]].get_class().__module__
     if used.startswith("tritonattn.") != (variant == "ours"):
         raise RuntimeError(f"vLLM uses {used} for {variant}")
-    say(attention=used, layout=args.layout)
+    say(attention=used, layout=args.layout, ready_after=round(time.perf_counter() - begin, 1))
     rnd = random.Random(0)
 
     def tokens(count: int) -> dict[str, list[int]]:
         return {"prompt_token_ids": [rnd.randrange(3, vocab) for _ in range(count)]}
 
+    for length in (5, 5, 700, 700) if args.first else ():
+        begin = time.perf_counter()
+        llm.generate([tokens(length)], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, detokenize=False), use_tqdm=False)
+        say(request=length, seconds=round(time.perf_counter() - begin, 3))
     if args.check:
         prompts = json.loads(Path(args.prompts).read_text()) if args.prompts else [tokens(n)["prompt_token_ids"] for n in (5, 17, 130, 700)]
         params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True, detokenize=False, logprobs=1)
