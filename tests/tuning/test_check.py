@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tritonattn.tuning import arch, cases, check, schema, table
+from tritonattn.tuning import arch, cases, check, codegen, schema, table
 from tritonattn.tuning.models import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -54,6 +54,34 @@ def test_what_a_row_owns_up_to_is_accepted_and_no_more(monkeypatch):
     assert check._judge([], facts, "decode", row) == ([], ["3 loads (for want of registers)"])
     assert check._judge(["3 loads"], facts, "decode", row) == (["3 loads"], [])
     assert check._judge([], facts, "decode", table.Row({}, {}, {}, "another")) == (["3 loads"], [])
+
+
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+def test_case_40_large_blocks_and_heads_compile_soon_and_fit(name, tmp_path):
+    """Blocks of 1056 tokens, of heads of 256 and of latent rows of 512 + 64: no tile follows the block size. Every other row is held to the same."""
+    code = f"""
+import json
+from tritonattn.tuning import arch, cases, check, codegen
+from tritonattn.tuning.models import MODELS
+facts, size, found = arch.by_name({name!r}), {{"block_size": 1056}}, []
+calls = [cases.Case("decode", MODELS["qwen3-next"], layout=layout, kv_dtype=kv, **size) for layout in ("nhd", "preshuffled") for kv in ("", "fp8")]
+calls += [cases.Case("mla_decode", MODELS["deepseek-r1"], layout="latent", **size)]
+calls += [cases.Case(kernel, MODELS["qwen3-next"], layout="preshuffled", query_len=64, **size) for kernel in ("cache_write", "gather", "prefill")]
+for call in calls:
+    for verdict in check.judge_case(facts, call):
+        report = verdict.report
+        found.append([str(call), verdict.reasons, report.compile_seconds, report.lds <= facts.lds_bytes])
+print(json.dumps(found))
+"""
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert len(found) == 9, "a kernel each, and of prefill the passes over the cache and over the new tokens"
+    for call, reasons, seconds, fits in found:
+        assert reasons == [] and fits, call
+        assert 0.01 < seconds <= codegen.COMPILE_SECONDS, f"{call}: {seconds} s"
 
 
 @pytest.mark.parametrize("arguments, reason", [(("--kernel", "attention"), "--kernel must be among"), (("--arch", "gfx"), "arch must be a name")])

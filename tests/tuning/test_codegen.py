@@ -79,6 +79,13 @@ def test_no_matrix_instructions_is_a_reason():
     assert codegen.judge(report, by_name("gfx942"), needs_matrix=False) == []
 
 
+def test_a_long_compilation_is_a_reason(compiled):
+    assert 0 < compiled["clean"]["compile_seconds"] < codegen.COMPILE_SECONDS
+    facts = by_name("gfx942")
+    assert codegen.judge(report_of(compile_seconds=31.2), facts, needs_matrix=False) == ["31 s to compile, at most 20 s"]
+    assert codegen.judge(report_of(compile_seconds=19.9), facts, needs_matrix=False) == []
+
+
 def test_software_fp8_is_rejected(compiled):
     # e4m3fn is foreign to gfx942 everywhere; e5m2fnuz on gfx950 is told from its native kin by Triton from 3.7 on
     reasons = compiled["foreign fp8"]["reasons"]

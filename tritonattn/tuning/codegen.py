@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ class Launch:
     constexprs: Mapping[str, Any]
     signature: Mapping[str, str]  # Triton types: "*bf16", "i32", "constexpr"
     compiled: Any = field(repr=False)  # triton's CompiledKernel
+    compile_seconds: float = 0.0  # of the processor; next to none where it was in a cache
 
     @property
     def num_warps(self) -> int:
@@ -118,13 +120,16 @@ def capture(arch: str | Arch, dry: bool = False) -> Iterator[list[Launch]]:
         raise RuntimeError("TRITON_INTERPRET=1 replaces the compiler: unset it to compile")
     stand_in, index = _stand_in(arch)
     launches: list[Launch] = []
+    seconds: defaultdict[str, float] = defaultdict(float)
     touched = []
     run = jit.JITFunction.run
 
     def compile_only(self, *args, grid, warmup=False, **kwargs):
         if dry and not warmup:
             return None
+        begin = time.process_time()
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        seconds[compiled.hash] += time.process_time() - begin  # a launcher may ask for its kernel before it launches
         touched.append(self)
         if not warmup:
             names = self.signature.parameters
@@ -132,7 +137,7 @@ def capture(arch: str | Arch, dry: bool = False) -> Iterator[list[Launch]]:
             bound.apply_defaults()
             constexprs = {p.name: bound.arguments[p.name] for p in self.params if p.is_constexpr}
             shape = grid(bound.arguments | kwargs) if callable(grid) else grid
-            launches.append(Launch(self.fn.__name__, arch, tuple(shape), bound.arguments, constexprs, compiled.src.signature, compiled))
+            launches.append(Launch(self.fn.__name__, arch, tuple(shape), bound.arguments, constexprs, compiled.src.signature, compiled, seconds[compiled.hash]))
         return compiled
 
     before = driver._active
@@ -210,6 +215,7 @@ class Report:
     fp8_input: bool
     grid: tuple[int, ...] = ()
     constexprs: Mapping[str, Any] = field(default_factory=dict)
+    compile_seconds: float = 0.0
 
     @property
     def main(self) -> Loop | None:
@@ -243,6 +249,7 @@ def read(launch: Launch) -> Report:
         fp8_input=fp8_among(launch.signature),
         grid=launch.grid,
         constexprs=launch.constexprs,
+        compile_seconds=launch.compile_seconds,
     )
 
 
@@ -326,6 +333,7 @@ def _lds_width(op: str) -> int:
 
 # What a hot loop may hold; a table row that cannot do better says so and sets its own ("accepts").
 LIMITS = {"accumulator_move_share": 0.05, "narrow_loads": 0, "narrow_lds_reads": 0}
+COMPILE_SECONDS = 20  # who serves without a warm-up waits that long
 BYTE_ARITHMETIC_SHARE = 0.25
 SCRATCH_SHARE_NVIDIA = 0.05  # ptxas keeps some loop-invariant values on the stack: the fastest prefill measured on an H200 does
 
@@ -345,6 +353,8 @@ def judge(report: Report, arch: Arch, needs_matrix: bool = True, limits: Mapping
         reasons.append(f"{report.lds} bytes of LDS, {arch.name} has {arch.lds_bytes}")
     elif report.occupancy * arch.simds < report.num_warps:
         reasons.append(f"{report.registers} registers: {report.num_warps} warps do not fit a compute unit")
+    if report.compile_seconds > COMPILE_SECONDS:
+        reasons.append(f"{report.compile_seconds:.0f} s to compile, at most {COMPILE_SECONDS} s")
     if needs_matrix and not any(loop.matrix for loop in report.loops):
         reasons.append("no matrix instructions in a loop")
     for i, loop in enumerate(report.loops):

@@ -51,6 +51,7 @@ def read(launch: Launch) -> Report:
         fp8_input=fp8_among(launch.signature),
         grid=launch.grid,
         constexprs=launch.constexprs,
+        compile_seconds=launch.compile_seconds,
     )
 
 
