@@ -25,7 +25,7 @@ def test_each_request_its_path_and_each_path_its_row(capsys):
     decode, extend, prefill = (facts["paths"][path] for path in ("decode", "extend", "prefill"))
     assert decode["row"].startswith("gfx942/decode.json row")
     assert prefill["row"].startswith("gfx942/prefill.json row")
-    assert extend["passes"].startswith("3 over the cached keys, 80000 in all")
+    assert extend["passes"] == "3 over the keys, 80512 in all, at most 32768 a pass"
     assert decode["parts of keys"] == sum(request["splits"] or 0 for request in facts["requests"])
     assert decode["programs"] == 8 * decode["parts of keys"]  # one KV head each
 
@@ -40,6 +40,7 @@ def test_models_by_name(capsys, model):
     facts = explain(capsys, "--model", model, "--kv-dtype", "fp8", "--tp", "8", "1@5000", "7@9", "3")
     assert facts["paths"].keys() == {"decode", "extend", "prefill"}
     assert "fp8" in facts["paths"]["decode"]["problem"]
+    assert ("1 over the new ones" in facts["paths"]["extend"]["passes"]) == (model == "deepseek-r1")
 
 
 def test_it_shows_neighbours_that_are_alike_as_one(capsys):

@@ -151,7 +151,7 @@ class TileLaunch:
 
 @dataclass(eq=False)
 class ExtendLaunch(TileLaunch):
-    """And the cached keys that they need, laid end to end."""
+    """And the keys that they need, laid end to end."""
 
     row: ContextRow
     row_length: int

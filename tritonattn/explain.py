@@ -139,10 +139,11 @@ def _extend(router: Router, plan: Plan, arch: Arch) -> dict[str, Any] | None:
     if launch is None:
         return None
     chunks = -(-launch.row_length // router.chunk_tokens)
+    which, after = ("", "") if router.new_in_row else ("cached ", "; 1 over the new ones")
     return {
         "requests": int((plan.kinds == Kind.EXTEND).sum()),
         "programs": launch.num_tiles * router.extended.num_q_heads,
-        "passes": f"{chunks} over the cached keys, {launch.row_length} in all, at most {router.chunk_tokens} a pass; 1 over the new ones",
+        "passes": f"{chunks} over the {which}keys, {launch.row_length} in all, at most {router.chunk_tokens} a pass{after}",
         **_row(prefill_row(arch, router.extended, launch.max_seqlen_q), router.extended),
     }
 

@@ -84,7 +84,7 @@ def extend_attention(
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, k_descale: Scale = None, v_descale: Scale = None,
     out: Tensor | None = None, return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
-    """New tokens on a cached context, the context in chunks of `chunk_tokens` tokens of the whole batch.
+    """New tokens on a cached context, in chunks of `chunk_tokens` keys of the whole batch.
 
     q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv]: the new tokens, bf16, fp16 or fp32; k = v = None: they are in the cache already,
     after the context.
@@ -92,7 +92,7 @@ def extend_attention(
     context_lens [B]: tokens in the cache before the new ones. block_table [B, max_blocks].
     chunk_tokens bounds the scratch (keys and values of that many tokens); it is rounded up to a multiple of 16.
 
-    Returns out [T, Hq, Dv], and with return_lse also lse. Tokens past the last sequence get 0 or stay as they are in `out`.
+    Returns out [T, Hq, Dv], and with return_lse also lse. Tokens past the last sequence get 0.
     Raises ValueError or TypeError with every reason, before any launch.
     """
     problem, cache, params = checks.check_extend(
@@ -101,18 +101,15 @@ def extend_attention(
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         k_descale=k_descale, v_descale=v_descale, out=out,
     )  # fmt: skip
-    out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded=k is None, padded_lse=k is None)  # only the pass over new tokens reaches the padding
-    left, longest, cached_lens = window_size[0], max_context_len, context_lens
-    if k is None:
-        longest += max_seqlen_q
-        cached_lens = context_lens + cu_seqlens_q.diff()
-    if left >= 0:
-        longest = min(longest, left + ALIGN + (max_seqlen_q if k is None else 0))
-    num_seqs = len(context_lens)
+    out, lse = _outputs(q, problem.v_head_size, out, return_lse)
+    left, num_seqs = window_size[0], len(context_lens)
+    longest = max_context_len if left < 0 else min(max_context_len, left + ALIGN)
+    # Rounded up each by itself, sequences take no more than the longest of them times their number, nor than their context and all tokens.
+    row_length = min(num_seqs * -(-(longest + max_seqlen_q) // ALIGN) * ALIGN, (num_seqs * (longest + ALIGN - 1) + q.shape[0]) // ALIGN * ALIGN)
     run_extend(
         problem, params, q, k, v, cache, out, lse, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table,
-        row=context_row(context_lens, cached_lens, left, problem.start_align), row_length=num_seqs * -(-longest // ALIGN) * ALIGN, num_seqs=num_seqs,
-        max_seqlen_q=max_seqlen_q, chunk_tokens=chunk_tokens, scratch=Fresh(q.device),
+        row=context_row(context_lens, context_lens + cu_seqlens_q.diff(), left, problem.start_align), row_length=row_length,
+        num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, chunk_tokens=chunk_tokens, scratch=Fresh(q.device),
     )  # fmt: skip
     return (out, lse) if lse is not None else out
 

@@ -77,7 +77,7 @@ class MlaRouter(Router):
         )
         self.dense = AttnProblem(num_heads, num_heads, qk_nope_head_dim + qk_rope_head_dim, v_head_dim, dtype, dtype, "dense", 0, causal)
         self.extended = self.dense
-        self.row_align = 1  # no projection is spent on gaps
+        self.row_align, self.new_in_row = 1, False  # no projection is spent on gaps, nor on what the caller has projected
         self._start()
 
     def _decode_part(

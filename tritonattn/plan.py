@@ -122,7 +122,7 @@ class DecodeWork(NamedTuple):
 
 
 class ContextRow(NamedTuple):
-    """The cached keys that a batch of extend requests needs, laid end to end. int32, on the device."""
+    """The keys that a batch of extend requests needs, laid end to end. int32, on the device."""
 
     starts: Tensor  # [B] the first position that some query sees
     lengths: Tensor  # [B] how many from there on

@@ -35,7 +35,7 @@ class Router:
         device: where everything lives.
         kv_layout, kv_dtype: of the cache; ``kv_dtype`` defaults to ``dtype``.
         decode_threshold: most query tokens of a request that is decoded (1 + speculated tokens).
-        chunk_tokens: cached tokens gathered at a time for extend requests; bounds the scratch.
+        chunk_tokens: keys gathered at a time for extend requests; bounds the scratch.
         batch_invariant: a request's result is the same to the bit whatever else is in the batch, at some cost in speed.
         block_size: tokens per cache block; told, `plan` can refuse a block table that is too short before `run` does.
         softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale: as in the ops; of
@@ -72,7 +72,7 @@ class Router:
         )  # fmt: skip
         self.dense = self.paged._replace(kv_dtype=dtype, kv_layout="dense", block_size=0)
         self.extended = self.paged  # what extend requests are attended as: here as cached, after the projection in MLA
-        self.row_align = ROW_ALIGN
+        self.row_align, self.new_in_row = ROW_ALIGN, True
         self._start()
 
     def _start(self) -> None:
@@ -125,7 +125,7 @@ class Router:
             if len(mix.decoded):
                 decode = self._decode_part(upload, mix.decoded, query, seq, block_table)
             if len(mix.extended):
-                extend = self._extend_part(upload, mix.extended, query, context, context)
+                extend = self._extend_part(upload, mix.extended, query, context, seq if self.new_in_row else context)
             if len(mix.prefilled):
                 prefill = self._tile_part(upload, self.dense, mix.prefilled, query, context)
         sent = self._send(upload, batch, mix.decode_only)
@@ -199,7 +199,7 @@ class Router:
     def _extend_part(
         self, upload: Upload, ids: NDArray[np.int64], query: Ints, context: Ints, end: Ints
     ) -> Callable[[Sent], ExtendLaunch]:
-        """Requests whose keys are cached up to ``end``; from the first on that a query sees."""
+        """Requests whose keys form a row, from the first that a query sees up to ``end``."""
         tiles = self._tile_part(upload, self.extended, ids, query, context)
         start_align = self.paged.start_align
         left = self.params.window_size[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -114,26 +115,39 @@ def gather_rows(
     tl.store(o, x.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def copy_rows(
+    out, source, head, rows, tokens, ok, stride_out_token, stride_out_head, stride_token, stride_head, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, VEC: tl.constexpr, VEC_OUT: tl.constexpr,
+):  # fmt: skip
+    c = tl.arange(0, BLOCK_D)
+    mask = ok[:, None] & (c < D)[None, :]
+    x = tl.load(source + ((tokens.to(tl.int64) * stride_token + head * stride_head) * VEC)[:, None] + c[None, :], mask=mask, other=0.0)
+    o = out + head * stride_out_head * VEC_OUT + (rows.to(tl.int64) * stride_out_token * VEC_OUT)[:, None] + c[None, :]
+    tl.store(o, x, mask=mask)
+
+
 @triton.jit(
     do_not_specialize_on_alignment=launch.METADATA,
     do_not_specialize=[
         "stride_ko_token", "stride_ko_head", "stride_vo_token", "stride_vo_head", "stride_k_block", "stride_k_token", "stride_k_head",
-        "stride_v_block", "stride_v_token", "stride_v_head", "stride_table", "stride_k_descale", "stride_v_descale", "num_seqs",
-        "chunk_begin", "chunk_end",
+        "stride_v_block", "stride_v_token", "stride_v_head", "stride_kn_token", "stride_kn_head", "stride_vn_token", "stride_vn_head",
+        "stride_table", "stride_k_descale", "stride_v_descale", "num_seqs", "chunk_begin", "chunk_end",
     ],
 )  # fmt: skip
 def gather(
-    k_out, v_out, k_cache, v_cache, k_descale, v_descale, cu_rows, starts, lengths, block_table,
+    k_out, v_out, k_cache, v_cache, k_new, v_new, k_descale, v_descale, cu_rows, starts, lengths, block_table, cu_seqlens_q, context_lens,
     stride_ko_token, stride_ko_head, stride_vo_token, stride_vo_head, stride_k_block, stride_k_token, stride_k_head,
-    stride_v_block, stride_v_token, stride_v_head, stride_table, stride_k_descale, stride_v_descale,
-    num_seqs, chunk_begin, chunk_end, k_scale, v_scale,
+    stride_v_block, stride_v_token, stride_v_head, stride_kn_token, stride_kn_head, stride_vn_token, stride_vn_head,
+    stride_table, stride_k_descale, stride_v_descale, num_seqs, chunk_begin, chunk_end, k_scale, v_scale,
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, VEC: tl.constexpr, VEC_OUT: tl.constexpr, RUNS: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, VEC: tl.constexpr, VEC_NEW: tl.constexpr, VEC_OUT: tl.constexpr, RUNS: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Rows [chunk_begin, chunk_end) of all gathered rows go to the start of *_out. Grid (row blocks, KV heads).
 
     Row cu_rows[i] + j is position starts[i] + j of sequence i, for j < lengths[i]; rows between two sequences stay unwritten.
+    Where k_new and v_new are given, positions from context_lens[i] on are tokens cu_seqlens_q[i], ... of those, copied as they are.
     RUNS promises that cu_rows, starts, chunk_begin and BLOCK_SIZE are multiples of X.
     """
     local = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -144,6 +158,9 @@ def gather(
     offset = rows - tl.load(cu_rows + seq, mask=ok, other=0)
     ok = ok & (offset < tl.load(lengths + seq, mask=ok, other=0))
     positions = offset + tl.load(starts + seq, mask=ok, other=0)
+    if k_new is not None:
+        tokens = tl.where(ok, positions - tl.load(context_lens + seq, mask=ok, other=0), -1)
+        ok = ok & (tokens < 0)
     pages = tl.load(block_table + seq.to(tl.int64) * stride_table + positions // BLOCK_SIZE, mask=ok, other=0)
     gather_rows(
         k_out, k_cache, k_descale, k_scale, head, local, positions, pages, ok, stride_ko_token, stride_ko_head, stride_k_block,
@@ -153,6 +170,18 @@ def gather(
         v_out, v_cache, v_descale, v_scale, head, local, positions, pages, ok, stride_vo_token, stride_vo_head, stride_v_block,
         stride_v_token, stride_v_head, stride_v_descale, SHUFFLED, True, X, BLOCK_SIZE, DV, BLOCK_DV, VEC, VEC_OUT, RUNS, BLOCK_T,
     )  # fmt: skip
+    if k_new is not None:
+        if tl.max(tokens, 0) >= 0:
+            is_new = tokens >= 0
+            tokens += tl.load(cu_seqlens_q + seq, mask=is_new, other=0)
+            copy_rows(
+                k_out, k_new, head, local, tokens, is_new, stride_ko_token, stride_ko_head, stride_kn_token, stride_kn_head, D, BLOCK_D,
+                VEC_NEW, VEC_OUT,
+            )  # fmt: skip
+            copy_rows(
+                v_out, v_new, head, local, tokens, is_new, stride_vo_token, stride_vo_head, stride_vn_token, stride_vn_head, DV, BLOCK_DV,
+                VEC_NEW, VEC_OUT,
+            )  # fmt: skip
 
 
 def run_write(
@@ -183,11 +212,21 @@ def run_write(
         )  # fmt: skip
 
 
+class NewTokens(NamedTuple):
+    """Tokens that come behind the cached ones of each sequence and are not in the cache."""
+
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    context_lens: Tensor
+
+
 def run_gather(
     k_out: Tensor, v_out: Tensor, cache: CacheView, k_descale: float | Tensor | None, v_descale: float | Tensor | None, *,
     cu_rows: Tensor, starts: Tensor, lengths: Tensor, block_table: Tensor, num_seqs: int, chunk: tuple[int, int], aligned: bool,
+    new: NewTokens | None = None,
 ) -> None:  # fmt: skip
-    """Rows [chunk[0], chunk[1]) of all gathered rows into the first rows of k_out, v_out [rows, KV heads, columns].
+    """Rows [chunk[0], chunk[1]) of all gathered rows into the first rows of k_out, v_out [rows, KV heads, columns]; see `gather`.
 
     aligned: cu_rows and chunk[0] are multiples of 16, and starts, in a preshuffled cache, of the tokens in 16 bytes.
     """
@@ -197,17 +236,23 @@ def run_gather(
     row, static = _config("gather", detect(k_out.device), cache.kind, cache.block_size, cache.head_size, cache.v_head_size, cache.x)
     vec, vec_out = launch.vec_width(cache.k, cache.v), launch.vec_width(k_out, v_out)
     k_scale, v_scale = descale_of(k_descale), descale_of(v_descale)
+    k_new, v_new, cu_seqlens_q, context_lens = new or (None, None, None, None)
+    vec_new, strides_new = 1, (0, 0, 0, 0)
+    if k_new is not None and v_new is not None:
+        vec_new = launch.vec_width(k_new, v_new)
+        strides_new = (k_new.stride(0) // vec_new, k_new.stride(1) // vec_new, v_new.stride(0) // vec_new, v_new.stride(1) // vec_new)
     with launch.on(k_out):
         launch.run(
             gather, (-(-rows // static["BLOCK_T"]), cache.num_kv_heads),
             (
-                k_out, v_out, cache.k, cache.v, k_scale.pointer, v_scale.pointer, cu_rows, starts, lengths, block_table,
+                k_out, v_out, cache.k, cache.v, k_new, v_new, k_scale.pointer, v_scale.pointer, cu_rows, starts, lengths, block_table,
+                cu_seqlens_q, context_lens,
                 k_out.stride(0) // vec_out, k_out.stride(1) // vec_out, v_out.stride(0) // vec_out, v_out.stride(1) // vec_out,
                 cache.stride_k_block // vec, cache.stride_k_token // vec, cache.stride_k_head // vec,
-                cache.stride_v_block // vec, cache.stride_v_token // vec, cache.stride_v_head // vec, block_table.stride(0),
+                cache.stride_v_block // vec, cache.stride_v_token // vec, cache.stride_v_head // vec, *strides_new, block_table.stride(0),
                 k_scale.stride, v_scale.stride, num_seqs, *chunk, k_scale.factor, v_scale.factor,
             ),
-            {"VEC": vec, "VEC_OUT": vec_out, "RUNS": aligned}, static, row,
+            {"VEC": vec, "VEC_NEW": vec_new, "VEC_OUT": vec_out, "RUNS": aligned}, static, row,
         )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Dense attention of blocks of query rows: FlashAttention-2 (arXiv:2307.08691) over packed sequences.
 
-One kernel serves prefill (each sequence against its own new tokens) and both kinds of pass of the extend path: a chunk of cached
-context that has been gathered into a dense workspace, and the new tokens after it. Passes over the same rows hand on the softmax
-state (m, l, acc), which is what merging by log-sum-exp comes to when the parts follow one another.
+One kernel serves prefill (each sequence against its own new tokens) and the passes of the extend paths: a chunk of a dense row of
+keys, the context and in MHA the new tokens behind it; and in MLA, where those stay with the caller, the new tokens after it. Passes
+over the same queries hand on the softmax state (m, l, acc), which is what merging by log-sum-exp comes to when the parts follow one another.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tritonattn.tuning.arch import detect
 from tritonattn.tuning.table import Row
 
 PREFILL = 0  # keys [cu_seqlens_k[i], cu_seqlens_k[i+1])
-CHUNK = 1  # the sequence's cached keys start at cu_seqlens_k[i] of all cached keys in a row; those in [chunk_begin, chunk_end)
-NEW_TOKENS = 2  # like PREFILL, after the CHUNK passes
+CHUNK = 1  # the sequence's keys start at cu_seqlens_k[i] of a row of all keys: context and, with NEW_IN_ROW, new tokens; those in [chunk_begin, chunk_end)
+NEW_TOKENS = 2  # like PREFILL, after CHUNK passes over a row without them: for MLA, whose keys the caller projects
 
 
 @triton.jit
@@ -149,8 +149,8 @@ def attend(
     out, lse, state_ml, state_acc,
     # inputs
     q, k, v, sinks, alibi_slopes, q_descale, k_descale, v_descale,
-    # metadata, int32; tiles [num_tiles, 2] = (sequence, first row), or None: searched for. Sequence i's cached keys are those from
-    # key_starts[i] on (what a window cuts off is left out), context_lens[i] of them before its first query.
+    # metadata, int32; tiles [num_tiles, 2] = (sequence, first row), or None: searched for. In the row sequence i begins at its position
+    # key_starts[i] (what a window cuts off is left out); its first query is at context_lens[i].
     tiles, cu_seqlens_q, cu_seqlens_k, key_starts, context_lens,
     # strides, in units of VEC elements but for lse and descales
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
@@ -158,7 +158,7 @@ def attend(
     # scalars
     num_tiles, num_seqs, num_tokens, chunk_begin, chunk_end, qk_scale, out_scale, softcap, window_left, window_right,
     # problem
-    PASS: tl.constexpr, KV_SHARED: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    PASS: tl.constexpr, NEW_IN_ROW: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
     VEC: tl.constexpr, VEC_OUT: tl.constexpr, OUT_FP8: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW_LEFT: tl.constexpr, COMPUTE: tl.constexpr,
     # tile
@@ -180,18 +180,20 @@ def attend(
 
     k_begin = tl.load(cu_seqlens_k + seq, mask=live, other=0)
     if PASS == 1:
-        context_len = tl.load(context_lens + seq, mask=live, other=0)
-        key_start = tl.load(key_starts + seq, mask=live, other=0)
-        k_end = k_begin + context_len - key_start
-        if KV_SHARED:
-            k_end += tl.where(live, q_len, 0)
-        part_begin = tl.maximum(k_begin, chunk_begin)
-        part_end = tl.minimum(k_end, chunk_end)
-        if part_begin >= part_end:
+        diag = tl.load(context_lens + seq, mask=live, other=0) - tl.load(key_starts + seq, mask=live, other=0)
+        k_len = diag
+        if NEW_IN_ROW:
+            k_len += tl.where(live, q_len, 0)
+        # The passes of a tile are those with keys that it sees: others neither load its state nor store it. The first also serves padding.
+        lo, hi = mask.visible(row0, tl.minimum(row0 + BLOCK_M, q_len) - 1, diag, k_len, window_left, window_right)
+        part_begin = tl.maximum(k_begin + lo, chunk_begin)
+        part_end = tl.minimum(k_begin + hi, chunk_end)
+        if (part_begin >= part_end) & (live | (chunk_begin > 0)):
             return
-        first = part_begin == k_begin
+        first = part_begin == k_begin + lo
+        last = part_end == k_begin + hi
         k_len = part_end - part_begin
-        diag = context_len - key_start - (part_begin - k_begin)
+        diag -= part_begin - k_begin
         k_row = part_begin - chunk_begin
     elif PASS == 2:
         first = tl.load(key_starts + seq, mask=live, other=0) >= tl.load(context_lens + seq, mask=live, other=0)
@@ -282,8 +284,8 @@ def attend(
         )  # fmt: skip
 
     scale = out_scale * descale(v_descale, kv_head, stride_v_descale)
-    if PASS == 1 and KV_SHARED:
-        if part_end == k_end:
+    if PASS == 1 and NEW_IN_ROW:
+        if last:
             store_output(
                 out, lse, acc0, acc1, m, l, head, token0, row_ok, scale, stride_out_token, stride_out_head, stride_lse_head, V0, V1, DV,
                 VEC_OUT, OUT_FP8,
@@ -324,7 +326,7 @@ def run_pass(
     kind: int, row: Row, problem: AttnProblem, params: AttnParams, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
     state_ml: Tensor | None, state_acc: Tensor | None, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_seqs: int,
     tiles: Tensor | None, num_tiles: int, key_starts: Tensor | None = None, context_lens: Tensor | None = None,
-    kv_shared: bool = False, chunk: tuple[int, int] = (0, 0),
+    new_in_row: bool = False, chunk: tuple[int, int] = (0, 0),
 ) -> None:  # fmt: skip
     """One launch of `attend`; see there for the arguments."""
     num_tokens = q.shape[0]
@@ -351,7 +353,7 @@ def run_pass(
                 params.softmax_scale * LOG2E * q_scale.factor * k_scale.factor, v_scale.factor, params.softcap, left, right,
             ),
             {
-                "PASS": kind, "KV_SHARED": kv_shared, "VEC": vec, "VEC_OUT": vec_out, "OUT_FP8": fp8, "SOFTCAP": params.softcap > 0,
+                "PASS": kind, "NEW_IN_ROW": new_in_row, "VEC": vec, "VEC_OUT": vec_out, "OUT_FP8": fp8, "SOFTCAP": params.softcap > 0,
                 "WINDOW_LEFT": left != UNLIMITED, "DESCRIPTORS": descriptors,
             },
             _static(row, problem, detect(q.device).dies), row,

@@ -145,7 +145,7 @@ class Planner(Router):
         if len(decoded):
             decode = self._decode_part(upload, decoded, query, seq, batch.block_table)
         if len(extended):
-            extend = self._extend_part(upload, extended, query, context, seq if self.kind.cached_only else context)
+            extend = self._extend_part(upload, extended, query, context, seq)
         if len(prefilled):
             prefill = self._tile_part(upload, self.dense, prefilled, query, context)
         sent = self._send(upload, len(query), False)
