@@ -71,20 +71,22 @@ class Batch:
 
     def __init__(self, common: Any, threshold: int, planners: dict[Kind, Planner], create: Any) -> None:
         count = common.num_reqs
-        self.query_lens: Ints = np.diff(common.query_start_loc_cpu[: count + 1].numpy()).astype(np.int32, copy=False)
+        loc = common.query_start_loc_cpu.numpy()[: count + 1].astype(np.int32, copy=False)
+        self.query_lens: Ints = loc[1:] - loc[:-1]
         upper = common.seq_lens_cpu_upper_bound
-        self.seq_lens: Ints | None = None if upper is None else upper[:count].numpy().astype(np.int32, copy=False)
-        self.decodes = self.query_lens <= threshold
+        self.seq_lens: Ints | None = None if upper is None else upper.numpy()[:count].astype(np.int32, copy=False)
+        self.long = self.query_lens > np.array(threshold, np.int32)
+        self.decode_only = not np.count_nonzero(self.long)
         prefilling = common.is_prefilling
-        if prefilling is not None and prefilling.device.type == "cpu" and not self.decodes.all():
-            guessed = ~self.decodes & ~prefilling[:count].numpy().astype(bool)
+        if not self.decode_only and prefilling is not None and prefilling.device.type == "cpu":
+            guessed = self.long & ~prefilling.numpy()[:count].astype(bool)
             if guessed.any():  # more query tokens than were announced, and lengths that are only bounds
                 self.seq_lens = None
         self.num_tokens = int(common.num_actual_tokens)
         self.max_query_len = int(common.max_query_len)
         self.max_seq_len = int(common.max_seq_len)
         self.cu_seqlens_q = common.query_start_loc
-        self.device_seq_lens = common.seq_lens[:count]
+        self.device_seq_lens = common.seq_lens if len(common.seq_lens) == count else common.seq_lens[:count]
         self.block_table = common.block_table_tensor
         self._create = create
         self._planners = planners
@@ -126,28 +128,25 @@ class Planner(Router):
         )  # fmt: skip
 
     def lay_out(self, batch: Batch) -> BatchPlan:
-        query = batch.query_lens
-        live = query > 0
-        others = live & ~batch.decodes
-        decode_only = not others.any()
-        if batch.seq_lens is None and not decode_only:
-            return self._lay_out_unknown(batch)
-        seq = np.full_like(query, batch.max_seq_len) if batch.seq_lens is None else batch.seq_lens
-        upload = Upload()
-        if decode_only:  # padding keeps its place, so that the grid stays that of the graph
+        query, seq, upload = batch.query_lens, batch.seq_lens, Upload()
+        if seq is None:
+            if not batch.decode_only:
+                return self._lay_out_unknown(batch)
+            seq = np.full_like(query, batch.max_seq_len)
+        if batch.decode_only:  # padding keeps its place, so that the grid stays that of the graph
             all_of_it = self._decode_part(upload, None, query, seq, batch.block_table)
             return BatchPlan(self, all_of_it(self._send(upload, len(query), True)), None, None, batch.device_seq_lens)
         context = seq - query
         at_context = upload.put(context)
-        cached = others if self.kind.cached_only else others & (context > ZERO)
-        decoded, extended, prefilled = (batch.decodes & live).nonzero()[0], cached.nonzero()[0], (others & ~cached).nonzero()[0]
+        # A request of few tokens is decoded without a context too: its keys are in the cache already.
+        mix = self._mix = self._mix.of(query, np.zeros(len(query), np.bool_) if self.kind.cached_only else batch.long & (context == ZERO))
         decode = extend = prefill = None
-        if len(decoded):
-            decode = self._decode_part(upload, decoded, query, seq, batch.block_table)
-        if len(extended):
-            extend = self._extend_part(upload, extended, query, context, seq)
-        if len(prefilled):
-            prefill = self._tile_part(upload, self.dense, prefilled, query, context)
+        if len(mix.decoded):
+            decode = self._decode_part(upload, mix.decoded, query, seq, batch.block_table)
+        if len(mix.extended):
+            extend = self._extend_part(upload, mix.extended, query, context, seq)
+        if len(mix.prefilled):
+            prefill = self._tile_part(upload, self.dense, mix.prefilled, query, context)
         sent = self._send(upload, len(query), False)
         return BatchPlan(self, decode and decode(sent), extend and extend(sent), prefill and prefill(sent), sent[at_context])
 

@@ -3,7 +3,8 @@
 Models are random ones of a given shape, or a checkpoint (`--model DIR`). `--check` compares greedy tokens with transformers in float32, by
 regret (how much likelier its best token was than the one vLLM took) and by the difference of log-probabilities: equal tokens flip on near
 ties. `--first` times the very first requests, which wait for whatever is compiled that late. `--loads` times requests that are all there at the
-start; weights do not matter there. Each variant runs in a process of its own, and each prints one line of JSON per result.
+start; weights do not matter there. `--host` also tells the host's time in building metadata and in the calls of the layers, per step: what bounds
+small steps without graphs. Each variant runs in a process of its own, and each prints one line of JSON per result.
 """
 
 from __future__ import annotations
@@ -68,9 +69,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batched-tokens", type=int, default=8192, help="per step; contexts longer than that come in chunks")
     parser.add_argument("--memory", type=float, default=0.5, help="gpu_memory_utilization")
     parser.add_argument("--profile", action="store_true", help="share of each kernel in the last run of each load")
+    parser.add_argument("--host", action="store_true", help="host time of the attention backend in the last run of each load; only with --eager")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args(argv)
     variants = args.variants.split(",")
+    if args.host and not args.eager:
+        parser.error("--host needs --eager: layers are not called where a graph is replayed")
     if len(variants) > 1:
         return _each(list(sys.argv[1:] if argv is None else argv), variants)
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TRITONATTN_VLLM_KV_LAYOUT": args.layout}
@@ -83,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 def _each(argv: list[str], variants: list[str]) -> int:
     """One process per variant, then ours against stock."""
     results: dict[tuple[str, str], float] = {}
+    host: dict[tuple[str, str], float] = {}
     for variant in variants:
         command = [sys.executable, "-m", "tritonattn.integrations.vllm.bench", *argv, "--variants", variant]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
@@ -93,9 +98,14 @@ def _each(argv: list[str], variants: list[str]) -> int:
             result = json.loads(line)
             if "tokens_per_second" in result:
                 results[result["load"], variant] = result["tokens_per_second"]
+            for kind, times in result.get("host_us", {}).items():
+                host[f"{result['load']}, {kind}", variant] = times["both"]
     for load in dict.fromkeys(load for load, _ in results):
         if (load, "stock") in results and (load, "ours") in results:
             print(f"{load}: {results[load, 'ours'] / results[load, 'stock']:.2f} times the output tokens per second of stock")
+    for steps in dict.fromkeys(steps for steps, _ in host):
+        if (steps, "stock") in host and (steps, "ours") in host:
+            print(f"{steps}: {host[steps, 'ours'] / host[steps, 'stock']:.2f} times the host time of stock in attention")
     return 0
 
 
@@ -126,6 +136,8 @@ def run(args: argparse.Namespace, variant: str) -> None:
         attention_config=attention,
     )  # fmt: skip
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from tritonattn.integrations.vllm.host_time import HostTime
 
     used = AttentionBackendEnum[attention["backend"]].get_class().__module__
     if used.startswith("tritonattn.") != (variant == "ours"):
@@ -160,6 +172,11 @@ def run(args: argparse.Namespace, variant: str) -> None:
             torch.cuda.synchronize()
             seconds = time.perf_counter() - begin
             say(load=f"{count} x {length} in, {out} out", repeat=repeat, seconds=round(seconds, 4), tokens_per_second=round(count * out / seconds, 1))
+        if args.host:
+            clock = HostTime(AttentionBackendEnum[attention["backend"]].get_class())
+            llm.generate([tokens(length) for _ in range(count)], params, use_tqdm=False)
+            say(load=f"{count} x {length} in, {out} out", host_us=clock.report())
+            clock.stop()
         if args.profile:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 llm.generate([tokens(length) for _ in range(count)], params, use_tqdm=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -68,11 +69,11 @@ class MetadataBuilder(common.MLACommonMetadataBuilder):
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
         context = None if metadata.prefill is None else metadata.prefill.chunked_context
         if context is not None:  # the contexts of all requests end to end: vLLM's chunks are consecutive pieces of that row
-            lengths = torch.tensor(context.context_lens_list, dtype=torch.int32)
-            ends = torch.zeros(2 * len(lengths) + 1, dtype=torch.int32, device="cpu", pin_memory=torch.device(self.device).type == "cuda")
-            torch.cumsum(lengths, 0, dtype=torch.int32, out=ends[1 : len(lengths) + 1])
-            ends = ends.to(self.device, non_blocking=True)
-            context.row = ContextRow(ends[len(lengths) + 1 :], context.context_lens, ends[: len(lengths) + 1])
+            lengths, device = context.context_lens_list, torch.device(self.device)
+            ends = [0, *accumulate(lengths), *(0 for _ in lengths)]
+            row = torch.tensor(ends, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda").to(device, non_blocking=True)
+            cu, starts = row.split_with_sizes([len(lengths) + 1, len(lengths)])
+            context.row = ContextRow(starts, context.context_lens, cu)
         return metadata
 
 
