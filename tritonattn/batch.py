@@ -227,22 +227,39 @@ class Upload:
             self._sizes.append(gap)
         return number
 
-    def send(self, device: torch.device, kept: dict[tuple[int, ...], tuple[Tensor, Sent]] | None = None) -> Sent:
-        """The arrays as int32. ``kept``: earlier buffers, of which arrays of the same sizes take the place."""
+    def send(self, device: torch.device, kept: dict[tuple[int, ...], Buffer] | None = None) -> Sent:
+        """The arrays as int32. ``kept``: earlier buffers; arrays of the same sizes take the place of those there, if they differ at all."""
         if is_capturing(device):
             raise RuntimeError("a plan cannot be made while a graph is captured, which would replay this one for ever: plan, and run once, before")
-        # Pinned; the memory is kept by its allocator until the copy is done.
-        host = torch.empty(sum(self._sizes), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-        np.concatenate(self._arrays, out=host.numpy())
+        values = np.concatenate(self._arrays, dtype=np.int32, casting="same_kind")
         if kept is None:
-            return host.to(device, non_blocking=True).unsafe_split_with_sizes(self._sizes)  # a third of the time of slices
+            return _pinned(values, device).to(device, non_blocking=True).unsafe_split_with_sizes(self._sizes)  # a third of the time of slices
         sizes = tuple(self._sizes)
-        if sizes not in kept:
-            buffer = torch.empty(len(host), dtype=torch.int32, device=device)
-            kept[sizes] = buffer, buffer.split_with_sizes(self._sizes)
-        buffer, sent = kept[sizes]
-        buffer.copy_(host, non_blocking=True)
-        return sent
+        buffer = kept.get(sizes)
+        if buffer is None:
+            place = torch.empty(len(values), dtype=torch.int32, device=device)
+            buffer = kept[sizes] = Buffer(place, place.split_with_sizes(self._sizes))
+        content = values.tobytes()
+        if content != buffer.content:
+            buffer.place.copy_(_pinned(values, device), non_blocking=True)
+            buffer.content = content
+        return buffer.views
+
+
+@dataclass(eq=False)
+class Buffer:
+    """A place on the device and what it was last sent."""
+
+    place: Tensor
+    views: Sent
+    content: bytes = b""
+
+
+def _pinned(values: Ints, device: torch.device) -> Tensor:
+    """A copy that the device can fetch by itself; its memory is kept by the allocator until that is done."""
+    host = torch.empty(len(values), dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+    host.numpy()[:] = values
+    return host
 
 
 _GAPS = [np.zeros(gap, np.int32) for gap in range(4)]

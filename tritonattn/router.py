@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tritonattn.batch import DECODE, ONE, ZERO, DecodeLaunch, ExtendLaunch, Ints, Mix, Plan, Sent, TileLaunch, Upload, starts
+from tritonattn.batch import DECODE, ONE, ZERO, Buffer, DecodeLaunch, ExtendLaunch, Ints, Mix, Plan, Sent, TileLaunch, Upload, starts
 from tritonattn.checks import check_plan, check_router, check_run
 from tritonattn.plan import MAX_SPLITS, ContextRow, DecodePlan, DecodeWork, decode_plan, prefill_row
 from tritonattn.problem import AttnProblem
@@ -81,7 +81,7 @@ class Router:
         self._arch = detect(self.device)
         self._row_align = np.array(self.row_align, np.int32)
         self._mix = Mix(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.array(self.decode_threshold, np.int32))
-        self._fixed: dict[tuple[int, ...], tuple[Tensor, Sent]] = {}
+        self._fixed: dict[tuple[int, ...], Buffer] = {}
         self._version = 0
         self._latest: dict[int, int] = {}
         self._decode_runs: dict = {}

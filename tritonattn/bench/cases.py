@@ -200,12 +200,14 @@ def _plan(row: Row, device: torch.device, peers: Peers | None, only: str) -> Cas
     table = torch.zeros(row.batch, -(-(row.seq_len + PLANNED_STEPS) // row.block_size), dtype=torch.int32, device=device)
 
     def planner(kind, leave):
-        """Steps over which every sequence grows; in every second one the first `leave` requests are missing."""
+        """Steps over which every context grows; in every second one the first `leave` requests are missing."""
         router = tritonattn.Router(row.heads, row.kv_heads, row.head_size, dtype=torch.bfloat16, device=device, kv_layout="nhd")
         steps = []
         for i in range(PLANNED_STEPS):
             first = leave * (i % 2)
-            steps.append((kind(row.query_lens[first:]), kind([length + i for length in row.seq_lens[first:]]), table[first:]))
+            requests = list(zip(row.query_lens, row.seq_lens, strict=True))[first:]
+            lengths = [length + i if length > query else length for query, length in requests]
+            steps.append((kind([query for query, _ in requests]), kind(lengths), table[first:]))
         turn = cycle(steps)
         return lambda: router.plan(*next(turn))
 
