@@ -6,6 +6,7 @@ import torch
 import tritonattn
 from tests import cases
 from tritonattn import layouts
+from tritonattn.paths import launch
 
 LENS = [(1, 40), (3, 20)]
 
@@ -32,6 +33,34 @@ def pools(cache: cases.Cache) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         transposed = packed.transpose(1, 2).contiguous().transpose(1, 2)
         found["packed columns, other order"] = transposed[..., : 2 * shape[3]].split(shape[3], -1)
     return found
+
+
+def test_case_19_packed_columns_are_read_as_two_caches_are(device, monkeypatch):
+    """K and V as halves of one row: the same kernels in the same form, loads of 16 bytes, and the caller's memory, not a copy of it."""
+    batch, seen = cases.Batch(LENS, heads=(4, 2), head_size=64, dtype=torch.bfloat16), []
+    original = launch.run
+
+    def run(kernel, grid, args, flags, static, row):
+        seen.append((kernel, grid, flags, static, row, [x for x in args if not isinstance(x, torch.Tensor | int)]))
+        places.update(x.untyped_storage().data_ptr() for x in args if isinstance(x, torch.Tensor))
+        original(kernel, grid, args, flags, static, row)
+
+    for case in (cases.decode(batch), cases.extend(batch)):
+        monkeypatch.setattr(launch, "run", original)
+        case.run(device)  # compiled, and remembered: the next calls differ in pointers and strides alone
+        monkeypatch.setattr(launch, "run", run)
+        args = {name: cases.to(value, device) for name, value in case.args.items()} | {"block_table": case.cache.hidden_table.to(device)}
+        packed = torch.zeros(*case.cache.k.shape[:3], 128, dtype=torch.bfloat16, device=device)
+        packed[..., :64], packed[..., 64:] = case.cache.k, case.cache.v
+        forms = []
+        for caches in ((case.cache.k.to(device), case.cache.v.to(device)), packed.split(64, -1)):
+            places = set()
+            seen.clear()
+            getattr(tritonattn, case.op)(**args, k_cache=caches[0], v_cache=caches[1])
+            forms.append(list(seen))
+            assert {x.untyped_storage().data_ptr() for x in caches} <= places
+        assert forms[0] == forms[1] and forms[0]
+        assert any(form[2].get("VEC") == 8 or form[2].get("VEC_KV") == 8 for form in forms[1]), [form[2] for form in forms[1]]
 
 
 def onto(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import tritonattn
 from tests import cases
 from tritonattn.batch import Kind
-from tritonattn.plan import decode_plan
+from tritonattn.plan import MAX_SPLITS, decode_plan
 from tritonattn.problem import AttnProblem
 from tritonattn.tuning.arch import assume, by_name
 
@@ -300,3 +300,46 @@ def test_case_79_splits_do_not_grow_with_the_batch(arch, heads):
         for length in (256, 8192):
             most = [int(router.plan([1] * n, [length] * n, torch.zeros(n, length // 16).int()).decode.cut.max(initial=1)) for n in (1, 4, 16, 64, 256)]
             assert most == sorted(most, reverse=True) and most[-1] == 1
+
+
+def test_case_78_a_graph_captured_short_replays_long_in_as_many_parts():
+    """One sequence of MLA with 12 heads: the plan for two tokens has the grid of that for 131072, whose parts are those of the op."""
+    table = torch.zeros(1, 131072 // 64, dtype=torch.int32)
+    for name in ("MI300X", "MI355X", "H200"):
+        facts = by_name(name)
+        with assume(facts):
+            router = tritonattn.MlaRouter(12, softmax_scale=0.1, dtype=torch.bfloat16, device="cpu", block_size=64)
+            short, long = (router.plan([1], [length], table).decode for length in (2, 131072))
+            assert short.key == long.key, "what the graph has recorded"
+            assert len(short.cut) == 0 and long.cut.sum() == decode_plan(facts, router.paged, 1, 1, 131072).num_splits >= 128
+
+
+def busiest(router, arch, batch, length):
+    """(keys that the last unit to finish has read, those that each would read if all had the same), units taking programs in turn."""
+    decode = router.plan([1] * batch, [length] * batch, torch.zeros(1, length // 16, dtype=torch.int32).expand(batch, -1)).decode
+    splits = [parts for _, _, parts in decode.work.items.view(-1, 3).tolist() if parts]
+    programs = router.paged.num_kv_heads * decode.plan.row_blocks
+    slots = int(decode.plan.row.config["programs_per_cu"] * arch.compute_units)
+    most = -(-length // min(splits)) * -(-len(splits) * programs // slots)
+    return most, max(batch * length * programs / slots, length / MAX_SPLITS)
+
+
+@pytest.mark.parametrize("name", ["MI300X", "MI355X", "H200"])
+@pytest.mark.parametrize("kv_heads", [1, 4, 8])
+def test_case_92_no_batch_size_leaves_the_device_idle(name, kv_heads):
+    """From one batch size to the next and from one length to the next, the work of the busiest unit grows as all work does."""
+    facts = by_name(name)
+    with assume(facts):
+        router = tritonattn.Router(8 * kv_heads, kv_heads, 128, dtype=torch.bfloat16, device="cpu", block_size=16)
+        for batch in (1, 8, 12, 16, 24, 40, 64, 100):
+            found = [busiest(router, facts, batch, length) for length in (32768, 131072)]
+            for most, fair in found:
+                assert most <= 1.8 * fair, f"batch {batch}: {most / fair:.2f} times its share"
+            assert 3.6 < found[1][0] / found[0][0] < 4.4, f"batch {batch}"
+
+
+def test_a_long_sequence_among_others_is_not_cut_further_than_the_merge_takes():
+    with assume(by_name("MI300X")):
+        router = tritonattn.Router(8, 1, 128, dtype=torch.bfloat16, device="cpu", block_size=16)
+        cut = router.plan([1] * 8, [131072] + [128] * 7, torch.zeros(8, 8192, dtype=torch.int32)).decode.cut
+    assert cut.tolist() == [MAX_SPLITS]

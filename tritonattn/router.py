@@ -167,12 +167,15 @@ class Router:
         else:
             longest = block_table.shape[1] * problem.block_size if fixed and block_table is not None else int(keys.item(0))
             plan = decode_plan(self._arch, problem, count, max_q, longest)
-        parts, least = _split_rule(self._arch, problem, plan, max_q)
+        parts, least = _split_rule(self._arch, problem, plan, max_q, 1 if self.batch_invariant else count)
         if self.batch_invariant:
             cut = _cut(keys, np.maximum(-(-keys // parts), least))
         else:
-            length = max(-(-int(np.add.reduce(keys, 0, np.int64)) // parts), least)
-            cut = _cut(keys, length) if 2 * keys.item(0) >= 3 * length else keys[:0]
+            longest = keys.item(0)
+            length = max(-(-int(np.add.reduce(keys, 0, np.int64)) // parts), -(-longest // MAX_SPLITS), least)
+            cut = _cut(keys, length) if 2 * longest >= 3 * length else keys[:0]
+            if len(cut) == count and int(np.add.reduce(cut)) > parts:  # the few too many would run when all others are done
+                cut = np.minimum(cut, np.maximum(keys // length, 2))
         most = most_cut = 0
         if fixed:
             most, most_cut = (count * parts, count) if self.batch_invariant else (count + parts, min(count, parts))
@@ -348,10 +351,10 @@ def _least_split(problem: AttnProblem, max_seqlen_q: int) -> int:
 
 
 @cache
-def _split_rule(arch: Arch, problem: AttnProblem, plan: DecodePlan, max_seqlen_q: int) -> tuple[int, int]:
-    """Parts that fill the device with programs, and the keys that one has at least."""
+def _split_rule(arch: Arch, problem: AttnProblem, plan: DecodePlan, max_seqlen_q: int, num_seqs: int) -> tuple[int, int]:
+    """Parts of so many sequences that fill the device with programs, and the keys that one has at least."""
     programs = int(plan.row.config["programs_per_cu"] * arch.compute_units)
-    parts = min(max(1, programs // (problem.num_kv_heads * plan.row_blocks)), MAX_SPLITS)
+    parts = min(max(1, programs // (problem.num_kv_heads * plan.row_blocks)), num_seqs * MAX_SPLITS)
     return parts, plan.row.config.get("keys_per_split") or _least_split(problem, max_seqlen_q)
 
 
