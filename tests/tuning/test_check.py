@@ -66,7 +66,8 @@ from tritonattn.tuning.models import MODELS
 facts, size, found = arch.by_name({name!r}), {{"block_size": 1056}}, []
 calls = [cases.Case("decode", MODELS["qwen3-next"], layout=layout, kv_dtype=kv, **size) for layout in ("nhd", "preshuffled") for kv in ("", "fp8")]
 calls += [cases.Case("mla_decode", MODELS["deepseek-r1"], layout="latent", **size)]
-calls += [cases.Case(kernel, MODELS["qwen3-next"], layout="preshuffled", query_len=64, **size) for kernel in ("cache_write", "gather", "prefill")]
+movers = (("cache_write", 64), ("gather", 0), ("prefill", 64))
+calls += [cases.Case(kernel, MODELS["qwen3-next"], layout="preshuffled", query_len=new, **size) for kernel, new in movers]
 for call in calls:
     for verdict in check.judge_case(facts, call):
         report = verdict.report
@@ -78,7 +79,7 @@ print(json.dumps(found))
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert len(found) == 9, "a kernel each, and of prefill the passes over the cache and over the new tokens"
+    assert len(found) == 8, "a kernel each"
     for call, reasons, seconds, fits in found:
         assert reasons == [] and fits, call
         assert 0.01 < seconds <= codegen.COMPILE_SECONDS, f"{call}: {seconds} s"

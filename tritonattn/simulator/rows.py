@@ -118,11 +118,11 @@ def _problems(case: Case, arch: Arch, row: Row, generator: torch.Generator) -> l
     lens = [query + 2 * step + step // 2 + 3, query + step - query % step, 1]
     k_cache, v_cache, table = _cache(case, lens, kv_dtype, v_size, random)
     layout = {"kv_layout": case.layout}
-    if case.kernel in ("cache_write", "gather"):
+    if case.kernel == "cache_write" or (case.kernel == "gather" and not case.query_len):
         return _movers(case, k_cache, v_cache, table, lens, random, layout | descale, v_size)
     q = random(sum(queries), group, shape.head_size)
     cu = _cumulative(queries)
-    if case.kernel == "prefill":
+    if case.kernel in ("prefill", "gather"):
         k, v = random(len(q), 1, shape.head_size), random(len(q), 1, v_size)
         context = torch.tensor([n - query for n, query in zip(lens, queries, strict=True)], dtype=torch.int32)
         args = {

@@ -96,7 +96,8 @@ def cases(kernel: str) -> Iterator[Case]:
     elif kernel in ("cache_write", "gather"):
         for layout in ("nhd", "preshuffled"):
             for kv_dtype in ("", "fp8"):
-                yield Case(kernel, MODELS["llama-3-8b"], kv_dtype=kv_dtype, layout=layout, query_len=64)
+                for query_len in (64,) if kernel == "cache_write" else (0, 64):  # the op, and as extend does it with new tokens
+                    yield Case(kernel, MODELS["llama-3-8b"], kv_dtype=kv_dtype, layout=layout, query_len=query_len)
     elif kernel == "combine":
         yield Case(kernel, MODELS["llama-3-8b"], layout="nhd", num_splits=8)
     elif kernel == "merge":
@@ -192,11 +193,11 @@ def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu", real: bo
         k, v = new(tokens, s.num_kv_heads, s.head_size), new(tokens, s.num_kv_heads, v_size)
         slots = ints(range(tokens)).to(torch.int64) % (blocks * case.block_size)
         return partial(tritonattn.reshape_and_cache, k, v, k_cache, v_cache, slots, **layout, **descale)
-    if case.kernel == "gather":
+    if case.kernel == "gather" and not case.query_len:
         out = (new(case.batch * 64, s.num_kv_heads, s.head_size), new(case.batch * 64, s.num_kv_heads, v_size))
         bounds = {"starts": ints([0] * case.batch), "lengths": ints([64] * case.batch)}
         return partial(tritonattn.gather_cache, k_cache, v_cache, table, **bounds, out=out, **layout, **descale)
-    if case.kernel == "prefill":
+    if case.kernel in ("prefill", "gather"):
         k, v = new(tokens, s.num_kv_heads, s.head_size), new(tokens, s.num_kv_heads, v_size)
         bounds = {"cu_seqlens_q": cu_q, "block_table": table, "max_seqlen_q": case.query_len}
         context = {"context_lens": lengths - case.query_len, "max_context_len": case.kv_len - case.query_len}
