@@ -85,6 +85,28 @@ print(json.dumps(found))
         assert 0.01 < seconds <= codegen.COMPILE_SECONDS, f"{call}: {seconds} s"
 
 
+@pytest.mark.parametrize("name", ["gfx942", "gfx950"])
+def test_case_37_heads_of_72_cost_what_heads_of_80_do(name):
+    """Instructions per key, in prefill and decode: the rest of 8 columns, and fp8 rows of 72 bytes, are no reason to load element by element."""
+    code = f"""
+import json
+from tritonattn.tuning import arch, cases, check
+from tritonattn.tuning.models import Model
+facts, found = arch.by_name({name!r}), []
+for kernel, layout, kv in (("prefill", "dense", ""), ("decode", "nhd", ""), ("decode", "preshuffled", ""), ("decode", "nhd", "fp8")):
+    lengths = {{"query_len": 1024, "kv_len": 1024}} if kernel == "prefill" else {{}}
+    narrow, wide = (check.judge_case(facts, cases.Case(kernel, Model(32, 8, size), layout=layout, kv_dtype=kv, **lengths))[0] for size in (72, 80))
+    found.append([str(narrow.case), narrow.work[0] / wide.work[0], narrow.report.spills, kv or narrow.reasons])
+print(json.dumps(found))
+"""
+    path = os.pathsep.join([str(ROOT), *sys.path])
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for call, ratio, spills, reasons in json.loads(done.stdout):
+        assert ratio <= 1.3 and spills == 0 and reasons in ([], "fp8"), call
+
+
 @pytest.mark.parametrize("arguments, reason", [(("--kernel", "attention"), "--kernel must be among"), (("--arch", "gfx"), "arch must be a name")])
 def test_bad_arguments_are_named(arguments, reason):
     done = run_check(*arguments)

@@ -297,6 +297,8 @@ def run_decode(
     if splits > 1 or work is not None:
         part_out, part_lse = take_parts(problem, over[0] * over[1], max_seqlen_q, scratch)
     vec, vec_q, vec_out = launch.vec_width(cache.k, cache.v), launch.vec_width(q), launch.vec_width(out)
+    if vec == 1 and problem.kv_dtype.itemsize == 1:  # tokens of 72 bytes, say, one after the other
+        vec = launch.vec_width(cache.k, cache.v, size=8)
     left, right = window(params)
     params = params.paged
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)

@@ -34,15 +34,15 @@ METADATA = (
 _NOWHERE: AbstractContextManager = nullcontext()
 
 
-def vec_width(*tensors: Tensor) -> int:
-    """Elements in 16 bytes if every pointer and every stride but the last is a multiple of that, else 1.
+def vec_width(*tensors: Tensor, size: int = 16) -> int:
+    """Elements in `size` bytes if every pointer and every stride but the last is a multiple of that, else 1.
 
     Strides go to a kernel divided by this number, and it multiplies them again by the constant: so it knows their alignment, and
     is compiled twice at most, whatever the strides are.
     """
-    width = 16 // tensors[0].element_size()
+    width = size // tensors[0].element_size()
     for tensor in tensors:
-        if tensor.data_ptr() % 16:
+        if tensor.data_ptr() % size:
             return 1
         for stride in tensor.stride()[:-1]:
             if stride % width:
