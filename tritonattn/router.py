@@ -382,11 +382,11 @@ def _cut(keys: Ints, length: int | Ints) -> Ints:
 
 def _items(ids: NDArray[np.integer], cut: Ints, most: int, most_cut: int) -> tuple[Ints, Ints]:
     """The lists of `DecodeWork`, at least so long: the first requests are cut into so many parts each, the others are whole."""
-    num_cut, first = len(cut), starts(cut)
-    num_parts, num_whole = int(first.item(num_cut)), len(ids) - num_cut
-    items, merges = (np.zeros((n, 3), np.int32) for n in (max(most, num_parts + num_whole), max(most_cut, num_cut)))
+    num_cut, num_whole = len(cut), len(ids) - len(cut)
+    num_parts = int(np.add.reduce(cut)) if num_cut else 0
+    items, merges = np.zeros((max(most, num_parts + num_whole), 3), np.int32), np.zeros((max(most_cut, num_cut), 3), np.int32)
     if num_cut:
-        merges[:num_cut, 0], merges[:num_cut, 1], merges[:num_cut, 2] = ids[:num_cut], first[:-1], cut
+        merges[:num_cut, 0], merges[:num_cut, 1], merges[:num_cut, 2] = ids[:num_cut], starts(cut)[:-1], cut
         parts = merges[:num_cut].repeat(cut, 0)
         items[:num_parts] = parts
         items[:num_parts, 1] = np.arange(num_parts) - parts[:, 1]
