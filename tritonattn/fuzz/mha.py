@@ -50,28 +50,35 @@ class Mha(Inputs):
         count = len(lens)
         return Call(self.op, args, self.verifier(args, self.real(q, scales["q_descale"]), exact[0][:count], exact[1][:count], options, q_lens=q_lens))
 
-    def build_extend_attention(self) -> Call:
+    def _paged(self, stored: list[int]) -> tuple[dict[str, Any], dict[str, Any], Any]:
+        """Queries on a context, of which the cache holds the first ``stored`` tokens: the tensors of the call, its options, and what it must give."""
         r = self.r
-        q_lens, contexts = [q for q, _ in r["lens"]], [k for _, k in r["lens"]]
-        seq = [q + c for q, c in r["lens"]]
+        q_lens, contexts = [q for q, _ in r["lens"]], [c for _, c in r["lens"]]
         q = self.random(sum(q_lens), self.heads, r["head_size"])
-        keys, values = self.sequences(seq)
+        keys, values = self.sequences([q + c for q, c in r["lens"]])
         scales = {f"{name}_descale": self.descale(name, r["kv_heads"]) for name in "kv"}
-        stored = seq if r["shared"] else contexts
-        hidden = self.unseen(contexts) if r["lens"] else [0]
         cut = [rows[:n] for rows, n in zip(keys, stored or [0], strict=True)], [rows[:n] for rows, n in zip(values, stored or [0], strict=True)]
-        cache = self.caches(*cut, hidden, (scales["k_descale"], scales["v_descale"]))
-        new = [torch.cat([rows[c:] for rows, c in zip(many, contexts or [0], strict=True)]) for many in (keys, values)]
+        cache = self.caches(*cut, self.unseen(contexts) if contexts else [0], (scales["k_descale"], scales["v_descale"]))
+        k, v = (torch.cat([rows[c:] for rows, c in zip(many, contexts or [0], strict=True)]) for many in (keys, values))
         options = self.options()
         args = {
-            "q": self.padded(q), "k": None if r["shared"] else self.padded(new[0]), "v": None if r["shared"] else self.padded(new[1]), **cache,
-            "cu_seqlens_q": cumulative(q_lens), "context_lens": torch.tensor(contexts, dtype=torch.int32), "block_table": self.table[: len(contexts)],
-            "max_seqlen_q": max(q_lens, default=0) + r["slack"], "max_context_len": max(contexts, default=0) + r["slack"], "kv_layout": r["layout"],
-            "chunk_tokens": r["chunk_tokens"], **scales, **options, "out": self.out(sum(q_lens) + r["padding"], r["v_head_size"]),
-            "return_lse": r["return_lse"],
+            "q": self.padded(q), "k": None if r["shared"] else self.padded(k), "v": None if r["shared"] else self.padded(v), **cache,
+            "out": self.out(sum(q_lens) + r["padding"], r["v_head_size"]), "return_lse": r["return_lse"],
         }  # fmt: skip
         exact = self._known(keys, values, stored, scales)
-        return Call(self.op, args, self.verifier(args, q.double(), *exact, options, q_lens=q_lens, rounded=bool(r["fp8"]) or r["descale"] != "none"))
+        verify = self.verifier(args, q.double(), *exact, options, q_lens=q_lens, rounded=bool(r["fp8"]) or r["descale"] != "none")
+        return args, {**scales, **options}, verify
+
+    def build_extend_attention(self) -> Call:
+        r = self.r
+        q_lens, contexts = [q for q, _ in r["lens"]], [c for _, c in r["lens"]]
+        args, options, verify = self._paged([q + c for q, c in r["lens"]] if r["shared"] else contexts)
+        args |= {
+            "cu_seqlens_q": cumulative(q_lens), "context_lens": torch.tensor(contexts, dtype=torch.int32), "block_table": self.table[: len(contexts)],
+            "max_seqlen_q": max(q_lens, default=0) + r["slack"], "max_context_len": max(contexts, default=0) + r["slack"], "kv_layout": r["layout"],
+            "chunk_tokens": r["chunk_tokens"], **options,
+        }  # fmt: skip
+        return Call(self.op, args, verify)
 
     def _known(self, keys: list[Tensor], values: list[Tensor], stored: list[int], scales: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         """Of each sequence what the cache holds of the first ``stored`` tokens, and the others as they are."""
@@ -83,26 +90,13 @@ class Mha(Inputs):
 
     def build_Router(self) -> Call:
         r = self.r
-        q_lens, contexts = [q for q, _ in r["lens"]], [k for _, k in r["lens"]]
+        q_lens, contexts = [q for q, _ in r["lens"]], [c for _, c in r["lens"]]
         seq = [q + c for q, c in r["lens"]]
-        q = self.random(sum(q_lens), self.heads, r["head_size"])
-        keys, values = self.sequences(seq)
-        scales = {f"{name}_descale": self.descale(name, r["kv_heads"]) for name in "kv"}
         kinds = classify(q_lens, contexts, r["threshold"]).tolist()
-        stored = [n if r["shared"] or kind == DECODE else c for n, c, kind in zip(seq, contexts, kinds, strict=True)]
-        cut = [rows[:n] for rows, n in zip(keys, stored or [0], strict=True)], [rows[:n] for rows, n in zip(values, stored or [0], strict=True)]
-        cache = self.caches(*cut, self.unseen(contexts) if contexts else [0], (scales["k_descale"], scales["v_descale"]))
-        new = [torch.cat([rows[c:] for rows, c in zip(many, contexts or [0], strict=True)]) for many in (keys, values)]
-        options = self.options()
+        args, options, verify = self._paged([n if r["shared"] or kind == DECODE else c for n, c, kind in zip(seq, contexts, kinds, strict=True)])
         make = {
             "num_q_heads": self.heads, "num_kv_heads": r["kv_heads"], "head_size": r["head_size"], "v_head_size": r["v_head_size"], "dtype": self.dtype,
             "kv_layout": r["layout"], "kv_dtype": self.kv_dtype, "decode_threshold": r["threshold"], "chunk_tokens": r["chunk_tokens"],
-            "batch_invariant": r["invariant"], "block_size": r["block_size"] if r["slack"] else None, **scales, **options,
+            "batch_invariant": r["invariant"], "block_size": r["block_size"] if r["slack"] else None, **options,
         }  # fmt: skip
-        args = {
-            "q": self.padded(q), "k": None if r["shared"] else self.padded(new[0]), "v": None if r["shared"] else self.padded(new[1]), **cache,
-            "out": self.out(sum(q_lens) + r["padding"], r["v_head_size"]), "return_lse": r["return_lse"],
-        }  # fmt: skip
-        exact = self._known(keys, values, stored, scales)
-        verify = self.verifier(args, q.double(), *exact, options, q_lens=q_lens, rounded=bool(r["fp8"]) or r["descale"] != "none")
         return Call(self.op, args, verify, make, (q_lens, seq, self.table[: len(seq)]))
