@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
     setups = [setup for setup in SETUPS if args.only in setup.name]
     if not setups:
         raise ValueError(f"--only must be part of one of: {', '.join(setup.name for setup in SETUPS)}; got {args.only!r}")
-    if args.minutes <= 0:
+    if not 0 < args.minutes < float("inf"):
         raise ValueError(f"--minutes must be above 0, got {args.minutes}")
     results = []
     with Progress(transient=True) as progress:
