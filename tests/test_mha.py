@@ -80,6 +80,16 @@ def test_fp8_rows_that_end_within_16_bytes(device, layout, head_size):
     """What follows them is another head's or token's, or nobody's: it does not count, even as NaN times 0."""
     shape = {"layout": layout, "kv_dtype": cases.fp8_dtypes(device)[0], "heads": (4, 2), "dtype": torch.bfloat16, "head_size": head_size}
     cases.decode([(1, 37), (2, 70), (1, 1)], **shape).check(device, num_splits=2)
+    cases.extend([(3, 37), (1, 20)], **shape).check(device)
+    key, value = torch.randn(2, 5, 2, head_size, dtype=torch.bfloat16)
+    slots, scales = torch.tensor([3, 47, -1, 20, 16]), {"kv_layout": layout, "k_descale": 0.5, "v_descale": 0.25}
+    ours, want = (layouts.allocate(layout, 3, 16, 2, head_size, dtype=shape["kv_dtype"]) for _ in range(2))
+    for cache in (*ours, *want):
+        cases.fill(cache, "nan")
+    ours = [cache.to(device) for cache in ours]
+    tritonattn.reshape_and_cache(key.to(device), value.to(device), *ours, slots.to(device), **scales)
+    reference.reshape_and_cache(key, value, *want, slots, **scales)
+    assert all(torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, want, strict=True))
 
 
 def test_fp8_queries(device):

@@ -89,7 +89,7 @@ print(json.dumps(found))
 def test_case_37_heads_of_72_cost_what_heads_of_80_do(name):
     """Instructions per key, in prefill and decode: the rest of 8 columns, and fp8 rows of 72 bytes, are no reason to load element by element."""
     code = f"""
-import json
+import json, re
 from tritonattn.tuning import arch, cases, check
 from tritonattn.tuning.models import Model
 facts, found = arch.by_name({name!r}), []
@@ -97,6 +97,9 @@ for kernel, layout, kv in (("prefill", "dense", ""), ("decode", "nhd", ""), ("de
     lengths = {{"query_len": 1024, "kv_len": 1024}} if kernel == "prefill" else {{}}
     narrow, wide = (check.judge_case(facts, cases.Case(kernel, Model(32, 8, size), layout=layout, kv_dtype=kv, **lengths))[0] for size in (72, 80))
     found.append([str(narrow.case), narrow.work[0] / wide.work[0], narrow.report.spills, kv or narrow.reasons])
+for kernel in ("gather", "cache_write"):
+    verdict = check.judge_case(facts, cases.Case(kernel, Model(32, 8, 72), layout="nhd", kv_dtype="fp8", query_len=64))[0]
+    found.append([kernel, 1.0, verdict.report.spills, re.findall(r"(?:load_u?|store_)byte", verdict.launch.assembly)])
 print(json.dumps(found))
 """
     path = os.pathsep.join([str(ROOT), *sys.path])

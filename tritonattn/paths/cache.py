@@ -193,7 +193,7 @@ def run_write(
     if not num_slots or not cache.num_kv_heads:
         return
     row, static = _config("cache_write", detect(key.device), cache.kind, cache.block_size, cache.head_size, cache.v_head_size, cache.x)
-    vec, vec_cache = launch.vec_width(key, value), launch.vec_width(cache.k, cache.v)
+    vec, vec_cache = launch.vec_width(key, value), launch.cache_width(cache.k, cache.v)
     k_scale, v_scale = descale_of(k_descale), descale_of(v_descale)
     fp8 = FP8_FORMATS.get(cache.k.dtype)
     scaled = fp8 is not None or any(scale.pointer is not None or scale.factor != 1.0 for scale in (k_scale, v_scale))
@@ -234,7 +234,7 @@ def run_gather(
     if not rows or not num_seqs:
         return
     row, static = _config("gather", detect(k_out.device), cache.kind, cache.block_size, cache.head_size, cache.v_head_size, cache.x)
-    vec, vec_out = launch.vec_width(cache.k, cache.v), launch.vec_width(k_out, v_out)
+    vec, vec_out = launch.cache_width(cache.k, cache.v), launch.vec_width(k_out, v_out)
     k_scale, v_scale = descale_of(k_descale), descale_of(v_descale)
     k_new, v_new, cu_seqlens_q, context_lens = new or (None, None, None, None)
     vec_new, strides_new = 1, (0, 0, 0, 0)

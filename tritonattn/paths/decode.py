@@ -296,9 +296,7 @@ def run_decode(
     part_out = part_lse = None
     if splits > 1 or work is not None:
         part_out, part_lse = take_parts(problem, over[0] * over[1], max_seqlen_q, scratch)
-    vec, vec_q, vec_out = launch.vec_width(cache.k, cache.v), launch.vec_width(q), launch.vec_width(out)
-    if vec == 1 and problem.kv_dtype.itemsize == 1:  # tokens of 72 bytes, say, one after the other
-        vec = launch.vec_width(cache.k, cache.v, size=8)
+    vec, vec_q, vec_out = launch.cache_width(cache.k, cache.v), launch.vec_width(q), launch.vec_width(out)
     left, right = window(params)
     params = params.paged
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)

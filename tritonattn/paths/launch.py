@@ -50,6 +50,12 @@ def vec_width(*tensors: Tensor, size: int = 16) -> int:
     return width
 
 
+def cache_width(k_cache: Tensor, v_cache: Tensor) -> int:
+    """`vec_width` of a cache; of 8-bit floats also 8 bytes, which is all that tokens of 72 bytes in a row allow."""
+    width = vec_width(k_cache, v_cache)
+    return vec_width(k_cache, v_cache, size=8) if width == 1 and k_cache.element_size() == 1 else width
+
+
 def codes(out: Tensor) -> tuple[Tensor, tuple | None]:
     """A result of an 8-bit float type as the bytes that kernels write, and its format; any other as it is."""
     fp8 = FP8_FORMATS.get(out.dtype)

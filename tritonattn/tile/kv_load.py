@@ -1,6 +1,6 @@
 """Tiles of K and V as [tokens, columns], from dense tensors or from a paged cache; the only place where a page address is computed.
 
-Strides come in units of VEC elements (16 bytes' worth when every stride and pointer allows it, of 8-bit floats in decode 8 bytes' worth,
+Strides come in units of VEC elements (16 bytes' worth when every stride and pointer allows it, of a cache of 8-bit floats also 8 bytes' worth,
 else 1): the compiler then knows how wide it may load, although no kernel is specialised on a stride. Offsets that grow with the cache or
 with the number of tokens are 64-bit; those inside a tile or a page stay 32-bit.
 
