@@ -36,11 +36,11 @@ def key_starts(context_lens: Tensor, window_left: int, align: int) -> Tensor:
 
 
 def context_row(context_lens: Tensor, end_lens: Tensor, window_left: int, start_align: int, align: int = ALIGN) -> ContextRow:
-    """The row of a batch. end_lens: how far it goes in each sequence, to the end of that or of its context."""
+    """The row of a batch. end_lens: how far it goes in each sequence, to the end of that or of its context. align: a power of two."""
     starts = key_starts(context_lens, window_left, start_align)
-    lengths = end_lens - starts
+    lengths = end_lens if window_left < 0 else end_lens - starts
     cu = torch.zeros(len(starts) + 1, dtype=torch.int32, device=starts.device)
-    torch.cumsum((lengths + (align - 1)) // align * align, 0, dtype=torch.int32, out=cu[1:])
+    torch.cumsum(lengths if align == 1 else (lengths + (align - 1)) & -align, 0, dtype=torch.int32, out=cu[1:])
     return ContextRow(starts, lengths, cu)
 
 
