@@ -356,6 +356,14 @@ def to(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
+def as_batch(kind, lens, shape):
+    if isinstance(lens, kind):
+        if shape:
+            raise TypeError(f"a Batch has its own {', '.join(shape)}")
+        return lens
+    return kind(lens, **shape)
+
+
 def prefill(lens: Sequence[tuple[int, int]], *, q_descale=None, k_descale=None, v_descale=None, fp8=None, options=None, **shape) -> Case:
     """lens: (queries, keys) per sequence; they need not be equal."""
     batch = Batch([(query, query) for query, _ in lens], **shape)
@@ -377,7 +385,7 @@ def extend(
     shared=False, options=None, **shape,
 ) -> Case:  # fmt: skip
     """shared: the new tokens are in the cache too and k = v = None."""
-    batch = lens if isinstance(lens, Batch) else Batch(lens, **shape)
+    batch = as_batch(Batch, lens, shape)
     options = options or {}
     cache = batch.cache(
         batch.seq_lens if shared else batch.context_lens, layout=layout, block_size=block_size, dtype=kv_dtype, k_descale=k_descale,
@@ -396,7 +404,7 @@ def decode(
     lens: Sequence[tuple[int, int]] | Batch, *, layout="nhd", block_size=16, kv_dtype=None, q_descale=None, k_descale=None,
     v_descale=None, fp8_q=None, options=None, **shape,
 ) -> Case:  # fmt: skip
-    batch = lens if isinstance(lens, Batch) else Batch(lens, **shape)
+    batch = as_batch(Batch, lens, shape)
     options = options or {}
     cache = batch.cache(
         batch.seq_lens, layout=layout, block_size=block_size, dtype=kv_dtype, k_descale=k_descale, v_descale=v_descale,

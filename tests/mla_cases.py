@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tritonattn
-from tests.cases import MARK, PAD_COLUMNS, PAD_ROWS, Oracle, cumulative, page, poisoned, to
+from tests.cases import MARK, PAD_COLUMNS, PAD_ROWS, Oracle, as_batch, cumulative, page, poisoned, to
 from tritonattn import reference
 from tritonattn.problem import FP8_DTYPES
 
@@ -128,7 +128,7 @@ def decode(
     lens: Sequence[tuple[int, int]] | Batch, *, block_size=16, kv_dtype=None, q_descale=None, kv_descale=None, rope_descale=None,
     fp8_q=None, gap=0, options=None, **shape,
 ) -> Case:  # fmt: skip
-    batch = lens if isinstance(lens, Batch) else Batch(lens, **shape)
+    batch = as_batch(Batch, lens, shape)
     scales = {"kv_descale": kv_descale, "rope_descale": rope_descale}
     cache = latent_cache(batch.rows, batch.latent, block_size=block_size, dtype=kv_dtype, gap=gap, **scales)
     args = {
@@ -166,7 +166,7 @@ def extend(
     gap=0, options=None, **shape,
 ) -> Case:  # fmt: skip
     """New keys and values come from the rows of the new tokens."""
-    batch = lens if isinstance(lens, Batch) else Batch(lens, **shape)
+    batch = as_batch(Batch, lens, shape)
     up_project = UpProject(
         *(torch.randn(batch.heads, size, batch.latent, generator=batch.generator) * batch.latent**-0.5 for size in (nope, v_head_size))
     )

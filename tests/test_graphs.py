@@ -261,8 +261,7 @@ def test_replays_of_mla(device, batches, fp8):
 
 def op_calls(device, lens, make, **shape):
     """One call of an op per batch, all over the same tensors: (load, call, check) of it."""
-    many = [make(batch, seed=seed, **shape) if make is mla_cases.decode else make(cases.Batch(batch, seed=seed), **shape)
-            for seed, batch in enumerate(lens)]  # fmt: skip
+    many = [make(batch, seed=seed, **shape) for seed, batch in enumerate(lens)]
     paged = ("kv_cache",) if make is mla_cases.decode else ("k_cache", "v_cache")
 
     def tensors(case):

@@ -110,6 +110,12 @@ def test_mla_absorbed_is_mla_projected():
     torch.testing.assert_close(lse, other_lse, rtol=1e-2, atol=1e-2)
 
 
+def test_attend_computes_where_its_tensors_are():
+    q, k, v = (torch.empty(3, heads, 8, device="meta") for heads in (4, 2, 2))
+    for result in reference.attend(q, k, v, softmax_scale=None, causal=True, window_size=(1, 0), softcap=2.0):
+        assert result.is_meta
+
+
 @pytest.mark.parametrize("fault", ["scaled", "shifted window", "lse base", "lse of empty", "nan"])
 def test_the_oracle_notices(fault):
     case = cases.prefill([(20, 20), (3, 0)], dtype=torch.bfloat16, options={"causal": True, "window_size": (5, 0)})

@@ -69,10 +69,10 @@ def attend(
     n, num_q_heads, head_size = q.shape
     m, num_kv_heads, v_head_size = v.shape
     scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
-    seen = visible(n, m, causal, window_size)
-    distance = (torch.arange(m, device="cpu")[None, :] - torch.arange(n, device="cpu")[:, None] - (m - n)).double()
-    out = torch.zeros(n, num_q_heads, v_head_size, dtype=torch.float64, device="cpu")
-    lse = torch.full((num_q_heads, n), -math.inf, dtype=torch.float64, device="cpu")
+    seen = visible(n, m, causal, window_size).to(q.device)
+    distance = (torch.arange(m, device=q.device)[None, :] - torch.arange(n, device=q.device)[:, None] - (m - n)).double()
+    out = torch.zeros(n, num_q_heads, v_head_size, dtype=torch.float64, device=q.device)
+    lse = torch.full((num_q_heads, n), -math.inf, dtype=torch.float64, device=q.device)
     for head in range(num_q_heads):
         kv_head = head // (num_q_heads // num_kv_heads)
         scores = scale * (q[:, head].double() @ k[:, kv_head].double().T)
@@ -82,7 +82,7 @@ def attend(
             scores = scores + float(alibi_slopes[head]) * distance
         scores = scores.masked_fill(~seen, -math.inf)
         sink = -math.inf if sinks is None else float(sinks[head])
-        logits = torch.cat([scores, torch.full((n, 1), sink, dtype=torch.float64, device="cpu")], dim=1)
+        logits = torch.cat([scores, torch.full((n, 1), sink, dtype=torch.float64, device=q.device)], dim=1)
         lse[head] = torch.logsumexp(logits, dim=1)
         weights = torch.exp(scores - lse[head][:, None]).masked_fill(~seen, 0.0)
         out[:, head] = weights @ v[:, kv_head].double()
