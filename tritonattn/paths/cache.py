@@ -53,13 +53,7 @@ def write_rows(
     tl.store(where, y, mask=mask)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=launch.METADATA,
-    do_not_specialize=[
-        "stride_key_token", "stride_key_head", "stride_value_token", "stride_value_head", "stride_k_block", "stride_k_token",
-        "stride_k_head", "stride_v_block", "stride_v_token", "stride_v_head", "stride_k_descale", "stride_v_descale", "num_slots",
-    ],
-)  # fmt: skip
+@launch.kernel
 def write(
     k_cache, v_cache, key, value, k_descale, v_descale, slot_mapping,
     stride_key_token, stride_key_head, stride_value_token, stride_value_head, stride_k_block, stride_k_token, stride_k_head,
@@ -127,14 +121,7 @@ def copy_rows(
     tl.store(o, x, mask=mask)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=launch.METADATA,
-    do_not_specialize=[
-        "stride_ko_token", "stride_ko_head", "stride_vo_token", "stride_vo_head", "stride_k_block", "stride_k_token", "stride_k_head",
-        "stride_v_block", "stride_v_token", "stride_v_head", "stride_kn_token", "stride_kn_head", "stride_vn_token", "stride_vn_head",
-        "stride_table", "stride_k_descale", "stride_v_descale", "num_seqs", "chunk_begin", "chunk_end",
-    ],
-)  # fmt: skip
+@launch.kernel
 def gather(
     k_out, v_out, k_cache, v_cache, k_new, v_new, k_descale, v_descale, cu_rows, starts, lengths, block_table, cu_seqlens_q, context_lens,
     stride_ko_token, stride_ko_head, stride_vo_token, stride_vo_head, stride_k_block, stride_k_token, stride_k_head,

@@ -8,7 +8,6 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -21,10 +20,7 @@ from tritonattn.tuning.arch import Arch, detect
 from tritonattn.tuning.table import Row, lookup
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=launch.METADATA,
-    do_not_specialize=["num_splits", "max_seqlen_q", "stride_out_token", "stride_out_head", "stride_lse_head"],
-)
+@launch.kernel
 def combine(
     out, lse, part_out, part_lse, cu_seqlens_q, merges,
     stride_out_token, stride_out_head, stride_lse_head, num_splits, max_seqlen_q,
@@ -71,13 +67,7 @@ def combine(
         tl.store(lse + head.to(tl.int64) * stride_lse_head + token + tl.zeros([1], tl.int32), lse_row * softmax.LN2)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=launch.METADATA,
-    do_not_specialize=[
-        "stride_a_token", "stride_a_head", "stride_b_token", "stride_b_head", "stride_out_token", "stride_out_head",
-        "stride_lse_a", "stride_lse_b", "stride_lse_out", "num_tokens",
-    ],
-)  # fmt: skip
+@launch.kernel
 def merge(
     out, lse_out, out_a, lse_a, out_b, lse_b,
     stride_a_token, stride_a_head, stride_b_token, stride_b_head, stride_out_token, stride_out_head,

@@ -121,14 +121,7 @@ def decode_tile(
     return acc0, acc1, m, l
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=launch.METADATA,
-    do_not_specialize=[
-        "stride_q_token", "stride_q_head", "stride_k_block", "stride_k_token", "stride_k_head", "stride_v_block", "stride_v_token",
-        "stride_v_head", "stride_out_token", "stride_out_head", "stride_lse_head", "stride_table", "stride_q_descale",
-        "stride_k_descale", "stride_v_descale", "num_splits", "max_seqlen_q", "row_blocks", "window_left", "window_right",
-    ],
-)  # fmt: skip
+@launch.kernel
 def decode(
     # outputs; part_*: see `tile.store`, where a sequence has more than one split
     out, lse, part_out, part_lse,

@@ -146,15 +146,7 @@ def store_rows(
         tl.store(lse + lse_rows, lse_row, mask=lse_ok)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=launch.METADATA,
-    do_not_specialize=[
-        "k_cache", "v_cache",  # else a cache above 2 GiB would compile anew; their alignment comes with VEC
-        "stride_q_token", "stride_q_head", "stride_k_block", "stride_k_token", "stride_k_head", "stride_v_block", "stride_v_token",
-        "stride_v_head", "stride_out_token", "stride_out_head", "stride_lse_head", "stride_table", "stride_q_descale",
-        "stride_k_descale", "stride_v_descale", "num_splits", "max_seqlen_q", "row_blocks", "window_left", "window_right",
-    ],
-)  # fmt: skip
+@launch.kernel(never=("k_cache", "v_cache"))  # else a cache above 2 GiB would compile anew; their alignment comes with VEC
 def decode_wave(
     # outputs; part_*: see `tile.store`, where a sequence has more than one split
     out, lse, part_out, part_lse,
@@ -332,16 +324,10 @@ def pick_order(kernel, grid, args, meta):
 def launch_wave(grid, args, flags, static, row):
     """As `launch.run(decode, ...)` in the form of this file: takes what `decode` takes and settles the rest of the constexprs."""
     flags = {name: value for name, value in flags.items() if name != "SAME_STRIDES"}  # K and V addresses are apart here anyway
-    key = id(static), id(row), flags["ROWS"]
-    if key not in _static_of_wave:
-        kv_dtype = args[decode_wave.arg_names.index("k_cache")].dtype
-        _static_of_wave[key] = _wave_static(static, row.options, flags["ROWS"], kv_dtype), static, row  # those two stay alive, so their ids stay theirs
-    static = _static_of_wave[key][0]
+    rows, kv_dtype = flags["ROWS"], args[decode_wave.arg_names.index("k_cache")].dtype
+    static = launch.settled(static, row, lambda: _wave_static(static, row.options, rows, kv_dtype), decode_wave, rows)
     order = pick_order(decode_wave, grid, args, {**flags, **static, **row.options})
     launch.run(decode_wave, grid, args, {**flags, "ORD": order}, static, row)
-
-
-_static_of_wave: dict = {}
 
 
 def _wave_static(static, options, rows, kv_dtype) -> dict:

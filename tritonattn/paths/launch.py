@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +34,20 @@ METADATA = (
     "tiles", "work", "merges", "sinks", "alibi_slopes", "q_descale", "k_descale", "v_descale", "kv_descale", "rope_descale", "lse", "lse_out",
     "lse_a", "lse_b",
 )  # fmt: skip
+# Numbers of a call, none of which a kernel is compiled for: each would be a key of its own where it is 1 or a multiple of 16.
+NUMBERS = re.compile(r"stride_|num_|max_|row_|chunk_|window_")
 _NOWHERE: AbstractContextManager = nullcontext()
+
+
+def kernel(function: Any = None, *, never: tuple[str, ...] = ()) -> Any:
+    """`triton.jit` of a kernel that is compiled anew neither for the `NUMBERS` of a call nor for the alignment of `METADATA`.
+
+    never: arguments besides that are not specialised on.
+    """
+    if function is None:
+        return partial(kernel, never=never)
+    numbers = [name for name in inspect.signature(function).parameters if NUMBERS.match(name)]
+    return triton.jit(function, do_not_specialize=[*never, *numbers], do_not_specialize_on_alignment=METADATA)
 
 
 def vec_width(*tensors: Tensor, size: int = 16) -> int:
@@ -107,6 +123,18 @@ def _key(kernel: Any, args: tuple, flags: Mapping[str, Any], static: Mapping[str
 
 
 _compiled: dict[tuple | None, tuple] = {}
+
+
+def settled(static: Mapping[str, Any], row: Row, make: Callable[[], dict], *more: Any) -> dict:
+    """What `make` gives: the constexprs of a form of a kernel, from those of another. Made once for each `static`, `row` and `more`."""
+    key = id(static), id(row), *more
+    found = _settled.get(key)
+    if found is None:
+        found = _settled[key] = make(), static, row  # the last two stay alive, so their ids stay theirs
+    return found[0]
+
+
+_settled: dict[tuple, tuple] = {}
 
 
 def _require_loaded(kernel: Any, grid: tuple[int, ...], args: tuple, keywords: dict[str, Any]) -> None:

@@ -88,13 +88,7 @@ def mla_tile(
     return acc0, acc1, m, l
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=launch.METADATA,
-    do_not_specialize=[
-        "stride_q_token", "stride_q_head", "stride_rope_token", "stride_rope_head", "stride_kv_block", "stride_kv_token",
-        "stride_out_token", "stride_out_head", "stride_lse_head", "stride_table", "num_splits", "max_seqlen_q", "window_right",
-    ],
-)  # fmt: skip
+@launch.kernel
 def mla_decode(
     # outputs; part_*: see `tile.store`, where a sequence has more than one split
     out, lse, part_out, part_lse,

@@ -114,14 +114,7 @@ def store_rows(
         tl.store(lse + lse_rows, lse_row, mask=lse_ok)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=launch.METADATA,
-    do_not_specialize=[
-        "kv_cache",
-        "stride_q_token", "stride_q_head", "stride_rope_token", "stride_rope_head", "stride_kv_block", "stride_kv_token",
-        "stride_out_token", "stride_out_head", "stride_lse_head", "stride_table", "num_splits", "max_seqlen_q", "window_right",
-    ],
-)  # fmt: skip
+@launch.kernel(never=("kv_cache",))
 def mla_decode_wave(
     # outputs; part_*: see `tile.store`, where a sequence has more than one split
     out, lse, part_out, part_lse,
@@ -236,17 +229,11 @@ def rope_scaled(kernel, args) -> bool:
 
 def launch_wave(grid, args, flags, static, row):
     """As `launch.run(mla_decode, ...)` in the form of this file: takes what `mla_decode` takes and settles the rest of the constexprs."""
-    key = id(static), id(row)
-    if key not in _static_of_wave:
-        kv_cache = args[mla_decode_wave.arg_names.index("kv_cache")]
-        _static_of_wave[key] = _wave_static(static, row.options, kv_cache.element_size()), static, row  # these two stay, and so do their ids
-    static = _static_of_wave[key][0]
+    kv_cache = args[mla_decode_wave.arg_names.index("kv_cache")]
+    static = launch.settled(static, row, lambda: _wave_static(static, row.options, kv_cache.element_size()), mla_decode_wave)
     flags = {**flags, "ROPE_SCALED": rope_scaled(mla_decode_wave, args)}
     order = pick_order(mla_decode_wave, grid, args, {**flags, **static, **row.options})
     launch.run(mla_decode_wave, grid, args, {**flags, "ORD": order}, static, row)
-
-
-_static_of_wave: dict = {}
 
 
 def _wave_static(static, options, itemsize) -> dict:

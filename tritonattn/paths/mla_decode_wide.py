@@ -177,14 +177,7 @@ def store_rows(out, rows, row_ok, acc, lse, lse_rows, lse_ok, lse_row, WAVES: tl
         tl.store(lse + lse_rows, lse_row, mask=lse_ok)
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=launch.METADATA,
-    do_not_specialize=[
-        "kv_cache",
-        "stride_q_token", "stride_q_head", "stride_rope_token", "stride_rope_head", "stride_kv_block", "stride_kv_token",
-        "stride_out_token", "stride_out_head", "stride_lse_head", "stride_table", "num_splits", "max_seqlen_q", "window_right",
-    ],
-)  # fmt: skip
+@launch.kernel(never=("kv_cache",))
 def mla_decode_wide(
     # as in `mla_decode`
     out, lse, part_out, part_lse,
@@ -285,15 +278,12 @@ def serves(static, flags, q, kv_cache) -> bool:
 
 def launch_wide(grid, args, flags, static, row):
     """As `launch.run(mla_decode, ...)` in the form of this file: takes what `mla_decode` takes and settles the rest of the constexprs."""
-    key = id(static), id(row)
-    if key not in _static_of_wide:
-        names = ("NUM_HEADS", "BLOCK_SIZE", "COMPUTE", "NUM_STAGES", "CHEAP_P", "BLOCK_N", "ROWS_IN_LOOP")
-        settled = {name: {"CHEAP_P": False, "ROWS_IN_LOOP": False, **static}[name] for name in names} | {"WAVES": row.options["num_warps"]}
-        _static_of_wide[key] = settled, static, row  # the last two stay alive, so their ids stay theirs
-    static = _static_of_wide[key][0]
+    static = launch.settled(static, row, lambda: _wide_static(static, row.options), mla_decode_wide)
     flags = {**flags, "ROPE_SCALED": rope_scaled(mla_decode_wide, args)}
     order = pick_order(mla_decode_wide, grid, args, {**flags, **static, **row.options})
     launch.run(mla_decode_wide, grid, args, {**flags, "ORD": order}, static, row)
 
 
-_static_of_wide: dict = {}
+def _wide_static(static, options) -> dict:
+    names = ("NUM_HEADS", "BLOCK_SIZE", "COMPUTE", "NUM_STAGES", "CHEAP_P", "BLOCK_N", "ROWS_IN_LOOP")
+    return {name: {"CHEAP_P": False, "ROWS_IN_LOOP": False, **static}[name] for name in names} | {"WAVES": options["num_warps"]}

@@ -136,14 +136,7 @@ def store_state(
         tl.store(acc_slot + V0 + c1[None, :], acc1, mask=(c1 < DV - V0)[None, :])
 
 
-@triton.jit(
-    do_not_specialize_on_alignment=launch.METADATA,
-    do_not_specialize=[
-        "stride_q_token", "stride_q_head", "stride_k_token", "stride_k_head", "stride_v_token", "stride_v_head",
-        "stride_out_token", "stride_out_head", "stride_lse_head", "stride_q_descale", "stride_k_descale", "stride_v_descale",
-        "num_tiles", "num_seqs", "num_tokens", "chunk_begin", "chunk_end", "window_left", "window_right",
-    ],
-)  # fmt: skip
+@launch.kernel
 def attend(
     # outputs; state_ml [tile, head, 2, BLOCK_M], state_acc [tile, head, BLOCK_M, DV], fp32: rows whose passes are not over
     out, lse, state_ml, state_acc,
