@@ -34,16 +34,34 @@ def test_every_row_is_right(name, kernel, record_property):
 def test_a_rest_of_sixteen_columns(name, kernel, layout, kv_dtype):
     """Heads of 80 are 64 + 16, and Triton 3.6 counts a contraction of 16 twice under kpack 2 on gfx942: the row that serves them has to be safe from it."""
     from tritonattn.simulator.rows import execute
-    from tritonattn.tuning import cases, codegen, table
+    from tritonattn.tuning import cases
     from tritonattn.tuning.arch import by_name
     from tritonattn.tuning.models import MODELS
 
     case = cases.Case(kernel, MODELS["phi-2"], layout=layout, kv_dtype=kv_dtype)
-    watched, found = table.watch(by_name(name))
+    assert not execute(case, by_name(name), served_by(case, by_name(name))).reasons
+
+
+@pytest.mark.parametrize("name", ARCHES)
+def test_the_passes_of_mla_extend(name):
+    """Chunks that hand on their state, and the new tokens after them."""
+    from tritonattn.simulator.rows import execute
+    from tritonattn.tuning import cases
+    from tritonattn.tuning.arch import by_name
+
+    [case] = [case for case in cases.cases("prefill") if case.layout == "latent"]
+    assert not execute(case, by_name(name), served_by(case, by_name(name))).reasons
+
+
+def served_by(case, arch):
+    """The table row that a case finds."""
+    from tritonattn.tuning import cases, codegen, table
+
+    watched, found = table.watch(arch)
     with codegen.capture(watched, dry=True):
         cases.run(case, watched)
-    [row] = {row for asked, row in found if asked == kernel}
-    assert not execute(case, by_name(name), row).reasons
+    [row] = {row for asked, row in found if asked == case.kernel}
+    return row
 
 
 @pytest.mark.parametrize("name", ARCHES)

@@ -98,6 +98,8 @@ def _problems(case: Case, arch: Arch, row: Row, generator: torch.Generator) -> l
     if case.kernel == "merge":
         parts = [random(8, 4, v_size), random(4, 8, to=torch.float32), random(8, 4, v_size), random(4, 8, to=torch.float32)]
         return [(lambda: tritonattn.merge_attn_states(*parts, return_lse=True), reference.merge_attn_states(*parts))]
+    if case.layout == "latent" and case.kernel == "prefill":
+        return [_mla_extend(case, row.config.get("BLOCK_M", 64), step, random)]
     if case.layout == "latent":
         return [_mla(case, kv_dtype, step, random, splits) for splits in (1, 2)]
     if shape.sinks:
@@ -201,6 +203,28 @@ def _mla(case: Case, dtype: torch.dtype, step: int, random, splits: int) -> _Pro
     args = {"seqused_k": torch.tensor(lens, dtype=torch.int32), "block_table": table, "max_seqlen_k": max(lens), "max_seqlen_q": query,
             "softmax_scale": s.head_size**-0.5, "kv_lora_rank": s.latent, "kv_descale": 0.5 if case.kv_dtype == "fp8" else None}  # fmt: skip
     return lambda: tritonattn.mla_decode(q, cache, num_splits=splits, return_lse=True, **args), reference.mla_decode(q, cache, **args)
+
+
+def _mla_extend(case: Case, block: int, step: int, random) -> _Problem:
+    """Two heads, on one request that has a context and one that has none."""
+    s, heads = case.shape, 2
+    queries, contexts = [block + 7, 3], [2 * step + 5, 0]
+    table, blocks = _table(contexts, case.block_size)
+    cache = random(blocks, case.block_size, s.latent + s.rope)
+    cache[~_live(table, contexts, blocks, case.block_size)] = math.nan
+    q, k, v = (random(sum(queries), heads, size) for size in (s.head_size, s.head_size, s.v_head_size))
+    w_k, w_v = (random(heads, size, s.latent) * s.latent**-0.5 for size in (s.head_size - s.rope, s.v_head_size))
+
+    def up_project(latent, rope):
+        nope, value = (torch.einsum("nl,hdl->nhd", latent, w.to(latent.dtype)) for w in (w_k, w_v))
+        return torch.cat([nope, rope[:, None].expand(-1, heads, -1)], dim=-1), value
+
+    args = {
+        "up_project": up_project, "cu_seqlens_q": _cumulative(queries), "context_lens": torch.tensor(contexts, dtype=torch.int32),
+        "block_table": table, "max_seqlen_q": max(queries), "max_context_len": max(contexts), "softmax_scale": s.head_size**-0.5,
+        "kv_lora_rank": s.latent,
+    }  # fmt: skip
+    return lambda: tritonattn.mla_extend(q, k, v, cache, return_lse=True, **args), reference.mla_extend(q, k, v, cache, **args)
 
 
 def _movers(case: Case, k_cache, v_cache, table, lens, random, options, v_size: int) -> list[_Problem]:

@@ -72,6 +72,8 @@ def cases(kernel: str) -> Iterator[Case]:
         yield Case(kernel, MODELS["llama-3-8b"], dtype="fp32", query_len=256, kv_len=256)
         yield Case(kernel, MODELS["llama-3-8b"], layout="preshuffled", query_len=512, kv_len=4096)
         yield Case(kernel, MODELS["gemma-2-9b"], layout="nhd", query_len=512, kv_len=4096, local=True)
+        few = replace(MODELS["deepseek-r1"], num_heads=16, num_kv_heads=16)  # a rank's: the heads do not matter to the code
+        yield Case(kernel, few, layout="latent", block_size=64, query_len=256, kv_len=1024)
     elif kernel == "decode":
         for name in _DISTINCT:
             for layout in ("nhd", "preshuffled"):
@@ -217,10 +219,21 @@ def _fill(tensor: torch.Tensor, real: bool) -> torch.Tensor:
 def _prepare_mla(case: Case, new, ints, kv_dtype, real: bool) -> partial:
     s = model("deepseek-r1") if not case.shape.latent else case.shape
     pages = -(-case.kv_len // case.block_size)
-    q = new(case.batch * case.query_len, s.num_heads, s.latent + s.rope)
+    tokens = case.batch * case.query_len
     blocks = case.batch * pages if real else 4
     cache = new(blocks, case.block_size, s.latent + s.rope, dtype=kv_dtype)
-    table = (torch.arange(case.batch * pages, dtype=torch.int32, device=q.device) % blocks).view(case.batch, pages)
-    bounds = {"seqused_k": ints([case.kv_len] * case.batch), "block_table": table, "max_seqlen_k": case.kv_len}
+    table = (torch.arange(case.batch * pages, dtype=torch.int32, device=cache.device) % blocks).view(case.batch, pages)
     scale = {"softmax_scale": s.head_size**-0.5, "kv_lora_rank": s.latent, "kv_descale": 0.5 if case.kv_dtype == "fp8" else None}
+    if case.kernel == "prefill":
+        context = case.kv_len - case.query_len
+        k, v = new(case.batch * context, s.num_heads, s.head_size), new(case.batch * context, s.num_heads, s.v_head_size)
+        bounds = {"context_lens": ints([context] * case.batch), "block_table": table, "max_seqlen_q": case.query_len, "max_context_len": context}
+        starts = ints([i * case.query_len for i in range(case.batch + 1)])
+        q, k_new, v_new = new(tokens, s.num_heads, s.head_size), k[:tokens], v[:tokens]
+        return partial(
+            tritonattn.mla_extend, q, k_new, v_new, cache, up_project=lambda latent, rope: (k[: len(latent)], v[: len(latent)]),
+            cu_seqlens_q=starts, **bounds, **scale,
+        )  # fmt: skip
+    q = new(tokens, s.num_heads, s.latent + s.rope)
+    bounds = {"seqused_k": ints([case.kv_len] * case.batch), "block_table": table, "max_seqlen_k": case.kv_len}
     return partial(tritonattn.mla_decode, q, cache, max_seqlen_q=case.query_len, num_splits=case.num_splits, **bounds, **scale)
