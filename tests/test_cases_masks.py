@@ -116,3 +116,18 @@ def test_case_50_sink_of_a_row_without_keys(device):
     sinks = torch.tensor([1.5, 200.0, -200.0])
     out, lse = cases.prefill([(2, 0), (1, 4)], options={"sinks": sinks}).check(device)
     assert (out[:2] == 0).all() and torch.equal(lse[:, 0].cpu(), sinks)
+
+
+@pytest.mark.parametrize("side", [2**30, 2**31 - 1, 2**40])
+def test_windows_beyond_all_lengths_are_none(device, side):
+    """A side that would wrap when it is added to a position."""
+    for make in (cases.prefill, cases.extend, cases.decode):
+        for window, causal in (((side, 0), True), ((side, side), False), ((5, side), False)):
+            case = make(case_lens(make), options={"window_size": window, "causal": causal})
+            want = make(case_lens(make), options={"window_size": tuple(-1 if n == side else n for n in window), "causal": causal})
+            for got, exact in zip(case.run(device), want.run(device), strict=True):
+                assert torch.equal(got, exact)
+
+
+def case_lens(make):
+    return [(20, 40), (5, 5)] if make is cases.prefill else [(3, 40), (20, 20)]

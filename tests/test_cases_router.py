@@ -343,3 +343,13 @@ def test_a_long_sequence_among_others_is_not_cut_further_than_the_merge_takes():
         router = tritonattn.Router(8, 1, 128, dtype=torch.bfloat16, device="cpu", block_size=16)
         cut = router.plan([1] * 8, [131072] + [128] * 7, torch.zeros(8, 8192, dtype=torch.int32)).decode.cut
     assert cut.tolist() == [MAX_SPLITS]
+
+
+def test_a_window_beyond_all_lengths_is_planned_as_none(device):
+    plans = []
+    for left in (-1, 2**31 - 1, 2**40):
+        router = tritonattn.Router(8, 1, 64, dtype=torch.float32, device=device, window_size=(left, 0), block_size=16)
+        plans.append(router.plan([1, 9], [8000, 400], torch.zeros(2, 500, dtype=torch.int32, device=device)))
+    for plan in plans[1:]:
+        assert (plan.decode.cut == plans[0].decode.cut).all()
+        assert plan.extend.row_length == plans[0].extend.row_length

@@ -22,7 +22,7 @@ class Watched:
         self.passes, self.state = [], []
 
         def run_pass(kind, row, *args, **options):
-            self.passes.append((kind, options.get("chunk")))
+            self.passes.append((kind, options.get("chunk", ())[:2]))
             self.block_m = row.config["BLOCK_M"]
             return original(kind, row, *args, **options)
 
@@ -120,3 +120,19 @@ def test_padding_has_the_result_of_no_keys(device, shared):
             out, lse = mha.extend_attention(**args, **cache, chunk_tokens=32, return_lse=True)
             assert (out[case.rows :] == 0).all()
             torch.testing.assert_close(lse[:, case.rows :].cpu(), sinks[:, None].expand(3, len(out) - case.rows))
+
+
+def test_a_sequence_without_queries_needs_no_keys(device):
+    """Its row of the block table may hold anything."""
+    for window in ((-1, -1), (20, 0)):
+        case = cases.extend([(0, 200), (7, 40), (0, 90), (30, 64)], layout="preshuffled", options={"window_size": window})
+        case.cache.hidden_table[0::2] = cases.WILD_BLOCK
+        case.check(device)
+
+
+def test_lengths_beyond_what_the_host_was_told_stay_inside(device):
+    """Rows are wrong; nothing is written where it does not belong, which the simulator watches."""
+    for lens, longest in (([(9, 100), (20, 60)], 16), ([(5, 20), (40, 300)], 8)):
+        case = cases.extend(lens, layout="hnd", heads=(4, 2))
+        case.run(device, "zero", max_context_len=longest)
+    cases.decode([(3, 40), (4, 60)]).run(device, "zero", max_seqlen_q=1, num_splits=4)

@@ -90,7 +90,9 @@ def extend_attention(
     after the context.
     k_cache, v_cache: see `layouts`; the dtype of q, or fp8 with descales.
     context_lens [B]: tokens in the cache before the new ones. block_table [B, max_blocks].
-    chunk_tokens bounds the scratch (keys and values of that many tokens); it is rounded up to a multiple of 16.
+    chunk_tokens bounds the scratch (keys and values of that many tokens); it is rounded up to a multiple of 16. The host knows no length:
+    it launches a gather and a pass for each chunk of B * (max_context_len + max_seqlen_q) keys, of which those past the last one find
+    nothing to do. `Router`, which plans with the lengths, launches no more than are needed.
 
     Returns out [T, Hq, Dv], and with return_lse also lse. Tokens past the last sequence get 0.
     Raises ValueError or TypeError with every reason, before any launch.
@@ -102,16 +104,24 @@ def extend_attention(
         k_descale=k_descale, v_descale=v_descale, out=out,
     )  # fmt: skip
     out, lse = _outputs(q, problem.v_head_size, out, return_lse)
-    left, num_seqs = window_size[0], len(context_lens)
+    if not q.shape[0]:
+        return (out, lse) if lse is not None else out
+    left, num_seqs = params.window_size[0], len(context_lens)
     longest = max_context_len if left < 0 else min(max_context_len, left + ALIGN)
     # Rounded up each by itself, sequences take no more than the longest of them times their number, nor than their context and all tokens.
     row_length = min(num_seqs * -(-(longest + max_seqlen_q) // ALIGN) * ALIGN, (num_seqs * (longest + ALIGN - 1) + q.shape[0]) // ALIGN * ALIGN)
     run_extend(
         problem, params, q, k, v, cache, out, lse, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table,
-        row=context_row(context_lens, context_lens + cu_seqlens_q.diff(), left, problem.start_align), row_length=row_length,
+        row=context_row(context_lens, _ends(cu_seqlens_q, context_lens), left, problem.start_align), row_length=row_length,
         num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, chunk_tokens=chunk_tokens, scratch=Fresh(q.device),
     )  # fmt: skip
     return (out, lse) if lse is not None else out
+
+
+def _ends(cu_seqlens_q: Tensor, context_lens: Tensor) -> Tensor:
+    """Context and new tokens of each sequence; 0 where it has no query, which needs no key."""
+    new = cu_seqlens_q.diff()
+    return (context_lens + new) * (new > 0)
 
 
 @repeated

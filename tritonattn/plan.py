@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,6 +43,12 @@ def compute_dtype(problem: AttnProblem) -> torch.dtype:
 def least_contraction(row: Row) -> int:
     """What the contraction of a product is padded to at least: 16; 32 under kpack 2, where Triton 3.6 counts each product of 16 twice (gfx942)."""
     return 16 * row.config.get("kpack", 1)
+
+
+def bounded(window_size: Sequence[int]) -> tuple[int, int]:
+    """A window without sides that reach beyond all lengths: those are -1, so that no sum of positions wraps."""
+    left, right = (-1 if side >= UNLIMITED else side for side in window_size)
+    return left, right
 
 
 def window(params: AttnParams) -> tuple[int, int]:

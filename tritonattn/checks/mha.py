@@ -8,6 +8,7 @@ from torch import Tensor
 from tritonattn import layouts
 from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, FP32, INT32, INTS, Reasons
 from tritonattn.layouts import CacheView
+from tritonattn.plan import bounded
 from tritonattn.problem import AttnParams, AttnProblem, default_scale
 
 
@@ -178,7 +179,7 @@ def _attention_options(
         reasons.out(out, (tokens, num_q_heads, v_head_size))
     reasons.done()
     return AttnParams(
-        default_scale(softmax_scale, head_size), causal, tuple(window_size), softcap, alibi_slopes, sinks,
+        default_scale(softmax_scale, head_size), causal, bounded(window_size), softcap, alibi_slopes, sinks,
         q_descale, k_descale, v_descale,
     )  # fmt: skip
 

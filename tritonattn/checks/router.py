@@ -11,6 +11,7 @@ from tritonattn.checks.mha import new_tokens
 from tritonattn.checks.mla import latent_halves, latent_sizes
 from tritonattn.checks.reasons import FLOATS, INT32, Ints, Reasons, either
 from tritonattn.layouts import CacheView
+from tritonattn.plan import bounded
 from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, MlaParams, default_scale
 
 
@@ -47,7 +48,7 @@ def check_router(
     reasons.hardware(kv_dtype)
     reasons.done()
     params = AttnParams(
-        default_scale(softmax_scale, head_size), causal, tuple(window_size), softcap, alibi_slopes, sinks,
+        default_scale(softmax_scale, head_size), causal, bounded(window_size), softcap, alibi_slopes, sinks,
         None, k_descale, v_descale,
     )  # fmt: skip
     return place, params

@@ -38,7 +38,7 @@ def key_starts(context_lens: Tensor, window_left: int, align: int) -> Tensor:
 def context_row(context_lens: Tensor, end_lens: Tensor, window_left: int, start_align: int, align: int = ALIGN) -> ContextRow:
     """The row of a batch. end_lens: how far it goes in each sequence, to the end of that or of its context. align: a power of two."""
     starts = key_starts(context_lens, window_left, start_align)
-    lengths = end_lens if window_left < 0 else end_lens - starts
+    lengths = end_lens if window_left < 0 else (end_lens - starts).clamp_(min=0)
     cu = torch.zeros(len(starts) + 1, dtype=torch.int32, device=starts.device)
     torch.cumsum(lengths if align == 1 else (lengths + (align - 1)) & -align, 0, dtype=torch.int32, out=cu[1:])
     return ContextRow(starts, lengths, cu)
@@ -103,7 +103,7 @@ def run_chunks(
         k_chunk, v_chunk = load(begin, end)
         run_pass(
             CHUNK, config, problem, params, q, k_chunk, v_chunk, out, lse, state_ml, state_acc, cu_seqlens_k=row.cu,
-            new_in_row=new_in_row, chunk=(begin, end), **common,
+            new_in_row=new_in_row, chunk=(begin, end, row_length), **common,
         )  # fmt: skip
     if k is not None and v is not None:
         run_pass(

@@ -149,7 +149,7 @@ def attend(
     stride_q_token, stride_q_head, stride_k_token, stride_k_head, stride_v_token, stride_v_head,
     stride_out_token, stride_out_head, stride_lse_head, stride_q_descale, stride_k_descale, stride_v_descale,
     # scalars
-    num_tiles, num_seqs, num_tokens, chunk_begin, chunk_end, qk_scale, out_scale, softcap, window_left, window_right,
+    num_tiles, num_seqs, num_tokens, chunk_begin, chunk_end, row_end, qk_scale, out_scale, softcap, window_left, window_right,
     # problem
     PASS: tl.constexpr, NEW_IN_ROW: tl.constexpr, NUM_HEADS: tl.constexpr, GROUP: tl.constexpr,
     D0: tl.constexpr, D1: tl.constexpr, D: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, DV: tl.constexpr,
@@ -179,12 +179,14 @@ def attend(
             k_len += tl.where(live, q_len, 0)
         # The passes of a tile are those with keys that it sees: others neither load its state nor store it. The first also serves padding.
         lo, hi = mask.visible(row0, tl.minimum(row0 + BLOCK_M, q_len) - 1, diag, k_len, window_left, window_right)
+        # Lengths beyond what the host was told end with the row: the last pass stores, and no state is kept that nobody made room for.
+        end = tl.minimum(k_begin + hi, row_end)
         part_begin = tl.maximum(k_begin + lo, chunk_begin)
-        part_end = tl.minimum(k_begin + hi, chunk_end)
+        part_end = tl.minimum(end, chunk_end)
         if (part_begin >= part_end) & (live | (chunk_begin > 0)):
             return
         first = part_begin == k_begin + lo
-        last = part_end == k_begin + hi
+        last = part_end == end
         k_len = part_end - part_begin
         diag -= part_begin - k_begin
         k_row = part_begin - chunk_begin
@@ -319,7 +321,7 @@ def run_pass(
     kind: int, row: Row, problem: AttnProblem, params: AttnParams, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None,
     state_ml: Tensor | None, state_acc: Tensor | None, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, num_seqs: int,
     tiles: Tensor | None, num_tiles: int, key_starts: Tensor | None = None, context_lens: Tensor | None = None,
-    new_in_row: bool = False, chunk: tuple[int, int] = (0, 0),
+    new_in_row: bool = False, chunk: tuple[int, int, int] = (0, 0, 0),
 ) -> None:  # fmt: skip
     """One launch of `attend`; see there for the arguments."""
     num_tokens = q.shape[0]

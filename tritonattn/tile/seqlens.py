@@ -77,9 +77,12 @@ def decode_item(work, num_splits):
 
 @triton.jit
 def query_span(cu_seqlens_q, seq, max_seqlen_q):
-    """(first token, number of tokens) of a decode sequence's queries; cu_seqlens_q None: sequence i has the i-th max_seqlen_q tokens."""
+    """(first token, number of tokens) of a decode sequence's queries; cu_seqlens_q None: sequence i has the i-th max_seqlen_q tokens.
+
+    No more than max_seqlen_q: partial results have room for that many.
+    """
     if cu_seqlens_q is None:
         return seq * max_seqlen_q, max_seqlen_q
     else:
         start = tl.load(cu_seqlens_q + seq)
-        return start, tl.load(cu_seqlens_q + seq + 1) - start
+        return start, tl.minimum(tl.load(cu_seqlens_q + seq + 1) - start, max_seqlen_q)

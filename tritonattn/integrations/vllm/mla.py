@@ -29,7 +29,7 @@ from tritonattn.paths.cache import run_gather, run_write
 from tritonattn.paths.mla_decode import run_mla_decode
 from tritonattn.paths.prefill import CHUNK, NEW_TOKENS, run_pass, run_prefill, tile_count
 from tritonattn.paths.replay import repeat
-from tritonattn.plan import ContextRow, decode_plan, prefill_row
+from tritonattn.plan import UNLIMITED, ContextRow, decode_plan, prefill_row
 from tritonattn.problem import AttnParams, AttnProblem, MlaParams
 from tritonattn.tuning.arch import detect
 from tritonattn.warmup import planned
@@ -242,8 +242,8 @@ class Impl(stock.TritonMLAImpl):
             keys, values = self._up_project(latent, rope)
             end = begin + chunk.num_context_tokens
             run_pass(
-                CHUNK, config, problem, params, q, keys, values, out, None, state_ml, state_acc, cu_seqlens_k=context.row.cu, chunk=(begin, end),
-                **sequences,
+                CHUNK, config, problem, params, q, keys, values, out, None, state_ml, state_acc, cu_seqlens_k=context.row.cu,
+                chunk=(begin, end, UNLIMITED), **sequences,
             )  # fmt: skip
             begin = end
         run_pass(NEW_TOKENS, config, problem, params, q, k, v, out, None, state_ml, state_acc, cu_seqlens_k=starts, **sequences)
