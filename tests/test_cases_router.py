@@ -353,3 +353,14 @@ def test_a_window_beyond_all_lengths_is_planned_as_none(device):
     for plan in plans[1:]:
         assert (plan.decode.cut == plans[0].decode.cut).all()
         assert plan.extend.row_length == plans[0].extend.row_length
+
+
+@pytest.mark.parametrize("query, seq, text", [
+    ([1, 1], [2**31 - 1] * 2, "seq_lens must be at most 1073741824, got 2147483647"),
+    ([2**30] * 3, [2**30] * 3, "query_lens must add up to at most 2147483647"),
+])  # fmt: skip
+def test_lengths_that_no_sum_of_positions_holds(device, query, seq, text):
+    router = tritonattn.Router(8, 1, 64, dtype=torch.float32, device=device)
+    table = None if query == seq else torch.zeros(2, 4, dtype=torch.int32, device=device)
+    with pytest.raises(ValueError, match=text):
+        router.plan(query, seq, table)

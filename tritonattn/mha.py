@@ -25,10 +25,10 @@ from tritonattn import checks
 from tritonattn.paths.cache import run_gather, run_write
 from tritonattn.paths.combine import run_merge
 from tritonattn.paths.decode import run_decode
-from tritonattn.paths.extend import ALIGN, context_row, run_extend
+from tritonattn.paths.extend import context_row, run_extend
 from tritonattn.paths.prefill import run_prefill
 from tritonattn.paths.replay import repeated
-from tritonattn.plan import decode_plan
+from tritonattn.plan import ROW_ALIGN, decode_plan
 from tritonattn.scratch import Fresh, take
 from tritonattn.tuning.arch import detect
 from tritonattn.where import is_capturing
@@ -107,9 +107,12 @@ def extend_attention(
     if not q.shape[0]:
         return (out, lse) if lse is not None else out
     left, num_seqs = params.window_size[0], len(context_lens)
-    longest = max_context_len if left < 0 else min(max_context_len, left + ALIGN)
+    longest = max_context_len if left < 0 else min(max_context_len, left + ROW_ALIGN)
     # Rounded up each by itself, sequences take no more than the longest of them times their number, nor than their context and all tokens.
-    row_length = min(num_seqs * -(-(longest + max_seqlen_q) // ALIGN) * ALIGN, (num_seqs * (longest + ALIGN - 1) + q.shape[0]) // ALIGN * ALIGN)
+    row_length = min(
+        num_seqs * -(-(longest + max_seqlen_q) // ROW_ALIGN) * ROW_ALIGN,
+        (num_seqs * (longest + ROW_ALIGN - 1) + q.shape[0]) // ROW_ALIGN * ROW_ALIGN,
+    )
     run_extend(
         problem, params, q, k, v, cache, out, lse, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table,
         row=context_row(context_lens, _ends(cu_seqlens_q, context_lens), left, problem.start_align), row_length=row_length,

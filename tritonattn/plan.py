@@ -128,9 +128,12 @@ class DecodeWork(NamedTuple):
     num_merges: int
 
 
+ROW_ALIGN = 16  # where a sequence's part of a `ContextRow` may begin: then V of a preshuffled page is gathered in 16-byte runs
+
+
 class ContextRow(NamedTuple):
     """The keys that a batch of extend requests needs, laid end to end. int32, on the device."""
 
     starts: Tensor  # [B] the first position that some query sees
     lengths: Tensor  # [B] how many from there on
-    cu: Tensor  # [B + 1] offsets in the row, multiples of 16; what lies between the end of a sequence and the next is not read
+    cu: Tensor  # [B + 1] offsets in the row, multiples of `ROW_ALIGN` (in MLA of 1); what lies between the end of a sequence and the next is not read

@@ -16,13 +16,12 @@ from torch import Tensor
 
 from tritonattn.batch import DECODE, ONE, ZERO, Buffer, DecodeLaunch, ExtendLaunch, Ints, Mix, Plan, Sent, TileLaunch, Upload, starts
 from tritonattn.checks import check_plan, check_router, check_run
-from tritonattn.plan import MAX_SPLITS, ContextRow, DecodePlan, DecodeWork, decode_plan, prefill_row
+from tritonattn.plan import MAX_SPLITS, ROW_ALIGN, ContextRow, DecodePlan, DecodeWork, decode_plan, prefill_row
 from tritonattn.problem import AttnProblem
 from tritonattn.scratch import Arena, keep, take
 from tritonattn.tuning.arch import Arch, detect
 
 ASSUMED_BLOCK_SIZE = 16  # for looking up tuning rows where the router was not told the block size
-ROW_ALIGN = 16  # a request's part of the context row starts at a multiple of this, see paths.extend
 REDUCTION_SHARE = 8  # a split reads at least this many times the bytes that merging it moves
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from tritonattn import layouts
 from tritonattn.checks.mha import new_tokens
 from tritonattn.checks.mla import latent_halves, latent_sizes
-from tritonattn.checks.reasons import FLOATS, INT32, Ints, Reasons, either
+from tritonattn.checks.reasons import FLOATS, INT32, MAX_INT32, Ints, Reasons, either
 from tritonattn.layouts import CacheView
-from tritonattn.plan import bounded
+from tritonattn.plan import UNLIMITED, bounded
 from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, MlaParams, default_scale
 
 
@@ -70,6 +70,10 @@ def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_thr
         if signs.item(signs.argmin()) < 0:
             reasons.each("query_lens must be at least 0", query, query < 0)
             reasons.each("seq_lens must be at least query_lens", seq, context < 0)
+        if longest > UNLIMITED:
+            reasons.each(f"seq_lens must be at most {UNLIMITED}", seq, seq > UNLIMITED)
+        elif longest * len(query) > MAX_INT32 and (tokens := int(query.sum(dtype=np.int64))) > MAX_INT32:
+            reasons.values.append(f"query_lens must add up to at most {MAX_INT32}, got {tokens}")
         if block_table is not None:
             if block_table.shape[0] != len(query):
                 reasons.shape("block_table", block_table, (len(query), -1))

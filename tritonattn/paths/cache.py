@@ -1,4 +1,4 @@
-"""Writing new tokens into a paged cache, and gathering cached tokens into dense tensors."""
+"""Writing new tokens into a paged cache, and gathering cached tokens, and new ones behind them, into dense tensors."""
 
 from __future__ import annotations
 

@@ -20,12 +20,10 @@ from torch import Tensor
 from tritonattn.layouts import CacheView
 from tritonattn.paths.cache import NewTokens, run_gather
 from tritonattn.paths.prefill import CHUNK, NEW_TOKENS, run_pass, tile_count
-from tritonattn.plan import ContextRow, prefill_row
+from tritonattn.plan import ROW_ALIGN, ContextRow, prefill_row
 from tritonattn.problem import AttnParams, AttnProblem
 from tritonattn.scratch import Scratch
 from tritonattn.tuning.arch import detect
-
-ALIGN = 16  # a sequence's part of the row begins at a multiple of this: then V of a preshuffled page is gathered in 16-byte runs
 
 
 def key_starts(context_lens: Tensor, window_left: int, align: int) -> Tensor:
@@ -35,7 +33,7 @@ def key_starts(context_lens: Tensor, window_left: int, align: int) -> Tensor:
     return (context_lens - window_left).clamp_(min=0) // align * align
 
 
-def context_row(context_lens: Tensor, end_lens: Tensor, window_left: int, start_align: int, align: int = ALIGN) -> ContextRow:
+def context_row(context_lens: Tensor, end_lens: Tensor, window_left: int, start_align: int, align: int = ROW_ALIGN) -> ContextRow:
     """The row of a batch. end_lens: how far it goes in each sequence, to the end of that or of its context. align: a power of two."""
     starts = key_starts(context_lens, window_left, start_align)
     lengths = end_lens if window_left < 0 else (end_lens - starts).clamp_(min=0)
@@ -45,8 +43,8 @@ def context_row(context_lens: Tensor, end_lens: Tensor, window_left: int, start_
 
 
 def chunk_size(chunk_tokens: int, row_length: int) -> int:
-    """Tokens of a pass: chunk_tokens rounded up to a multiple of ALIGN, or fewer where the row is shorter."""
-    return -(-max(min(chunk_tokens, row_length), 1) // ALIGN) * ALIGN
+    """Tokens of a pass: chunk_tokens rounded up to a multiple of ROW_ALIGN, or fewer where the row is shorter."""
+    return -(-max(min(chunk_tokens, row_length), 1) // ROW_ALIGN) * ROW_ALIGN
 
 
 def run_extend(
