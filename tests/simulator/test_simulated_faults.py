@@ -170,6 +170,18 @@ def test_counted_waits_retire_the_oldest_first():
     run(stores_count, {1: ADDRESS}, buffers=[data])
 
 
+def test_no_more_than_63_vector_operations_are_outstanding():
+    """What is 64 operations old has been waited for by the issue of the last."""
+    data = np.zeros(64, U32)
+
+    def loads(later):
+        return "global_load_dword v2, v1, s[80:81]\n" + "global_load_dword v3, v1, s[80:81]\n" * later + "v_mov_b32_e32 v4, v2"
+
+    run(loads(63), {1: ADDRESS}, buffers=[data])
+    with fault("missing wait", "v2"):
+        run(loads(62), {1: ADDRESS}, buffers=[data])
+
+
 def test_scalar_loads_return_out_of_order():
     data = np.zeros(64, U32)
     with fault("missing wait", "s10"):

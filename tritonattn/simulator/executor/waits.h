@@ -4,10 +4,17 @@
 // and LDS-direct loads). lgkmcnt retires in issue order while only LDS operations are outstanding; scalar loads return out of order, so
 // with one outstanding only lgkmcnt(0) retires anything. An LDS access still outstanding when its wave passes a barrier counts as
 // made after that barrier: the barrier alone does not order it.
+//
+// vmcnt has six bits, so no vector operation is issued while 63 are outstanding: a 64th means that the first is done. LLVM counts on it.
 
 static void stamp(Wave *w, const Pending *p);      // lds.h
 
+enum { VM_MOST = 63 };
+
+static void retire(Wave *w, Queue *q, u8 *vector_marks);
+
 static Pending *enqueue(Wave *w, Queue *q) {
+    if (q == &w->vm && q->tail - q->head == VM_MOST) retire(w, q, w->v_vm);
     if (q->tail - q->head == QUEUE) fail(w, RUNAWAY, 0, "more than %d memory operations outstanding", QUEUE);
     Pending *p = &q->item[q->tail++ % QUEUE];
     p->reg = p->count = 0; p->scalar = p->is_lds = p->is_write = p->size = 0;
