@@ -20,7 +20,8 @@ from triton.compiler import CompiledKernel
 import tritonattn
 from tests import cases, mla_cases
 from tests.test_mla_router import HEADS, NOPE, ROPE, SCALE, Layer, V
-from tritonattn import batch, mha, mla
+from tritonattn import batch
+from tritonattn.paths import cache as cache_moves
 from tritonattn.paths import launch
 from tritonattn.tuning.table import Row
 from tritonattn.warmup import Compilations
@@ -314,7 +315,7 @@ def test_case_83_what_a_graph_cannot_hold_is_refused(device, monkeypatch):
     """Before anything has spoilt the capture: the upload of a plan, and a gather that asks the device how many rows it gives."""
     step, layer = Decoding(device, ONE_TOKEN), cases.extend([(2, 40), (1, 9)])
     plan = step.load(step.batches[0])
-    for module in (batch, mha, mla):
+    for module in (batch, cache_moves):
         monkeypatch.setattr(module, "is_capturing", lambda device: True)
     with pytest.raises(RuntimeError, match="a plan cannot be made while a graph is captured"):
         step.load(step.batches[1])

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from tritonattn import checks
-from tritonattn.paths.cache import run_gather, run_write
+from tritonattn.paths.cache import gathered_rows, run_gather, run_write
 from tritonattn.paths.combine import run_merge
 from tritonattn.paths.decode import run_decode
 from tritonattn.paths.extend import context_row, run_extend
@@ -31,7 +31,6 @@ from tritonattn.paths.replay import repeated
 from tritonattn.plan import ROW_ALIGN, decode_plan
 from tritonattn.scratch import Fresh, take
 from tritonattn.tuning.arch import detect
-from tritonattn.where import is_capturing
 
 Scale = float | Tensor | None
 
@@ -104,8 +103,6 @@ def extend_attention(
         k_descale=k_descale, v_descale=v_descale, out=out,
     )  # fmt: skip
     out, lse = _outputs(q, problem.v_head_size, out, return_lse)
-    if not q.shape[0]:
-        return (out, lse) if lse is not None else out
     left, num_seqs = params.window_size[0], len(context_lens)
     longest = max_context_len if left < 0 else min(max_context_len, left + ROW_ALIGN)
     # Rounded up each by itself, sequences take no more than the longest of them times their number, nor than their context and all tokens.
@@ -217,10 +214,7 @@ def gather_cache(
     cache = checks.check_gather(
         k_cache, v_cache, block_table, starts, lengths, kv_layout=kv_layout, k_descale=k_descale, v_descale=v_descale, out=out
     )
-    if out is None and is_capturing(starts.device):
-        raise RuntimeError("gather_cache: out must be given while a graph is captured, which cannot read the number of its rows from the device")
-    cu = torch.zeros(len(starts) + 1, dtype=torch.int32, device=starts.device)
-    torch.cumsum(lengths, 0, dtype=torch.int32, out=cu[1:])
+    cu = gathered_rows("gather_cache", lengths, out)
     if out is None:
         dtype = k_cache.dtype if k_cache.element_size() > 1 else torch.bfloat16
         rows = int(cu[-1])

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tritonattn import checks
 from tritonattn.mha import Scale, _outputs
-from tritonattn.paths.cache import run_gather, run_write
+from tritonattn.paths.cache import gathered_rows, run_gather, run_write
 from tritonattn.paths.extend import context_row
 from tritonattn.paths.mla_decode import run_mla_decode
 from tritonattn.paths.mla_extend import UpProject, run_mla_extend
@@ -27,7 +27,6 @@ from tritonattn.paths.replay import repeated
 from tritonattn.plan import decode_plan
 from tritonattn.scratch import Fresh
 from tritonattn.tuning.arch import detect
-from tritonattn.where import is_capturing
 
 
 @repeated
@@ -134,10 +133,7 @@ def mla_gather_cache(
     cache = checks.check_mla_gather(
         kv_cache, block_table, starts, lengths, kv_lora_rank=kv_lora_rank, kv_descale=kv_descale, rope_descale=rope_descale, out=out
     )
-    if out is None and is_capturing(starts.device):
-        raise RuntimeError("mla_gather_cache: out must be given while a graph is captured, which cannot read the number of its rows from the device")
-    cu = torch.zeros(len(starts) + 1, dtype=torch.int32, device=starts.device)
-    torch.cumsum(lengths, 0, dtype=torch.int32, out=cu[1:])
+    cu = gathered_rows("mla_gather_cache", lengths, out)
     if out is None:
         dtype = kv_cache.dtype if kv_cache.element_size() > 1 else torch.bfloat16
         rows = int(cu[-1])

@@ -18,6 +18,7 @@ from tritonattn.tile import kv_load, seqlens
 from tritonattn.tile.fp8 import FP8_FORMATS, to_fp8_bits
 from tritonattn.tuning.arch import Arch, detect
 from tritonattn.tuning.table import Row, lookup
+from tritonattn.where import is_capturing
 
 
 @triton.jit
@@ -206,6 +207,15 @@ class NewTokens(NamedTuple):
     v: Tensor
     cu_seqlens_q: Tensor
     context_lens: Tensor
+
+
+def gathered_rows(op: str, lengths: Tensor, out: tuple[Tensor, Tensor] | None) -> Tensor:
+    """[B + 1] int32: where the rows of each sequence begin, one behind the other. Without `out` the op reads their number from the device."""
+    if out is None and is_capturing(lengths.device):
+        raise RuntimeError(f"{op}: out must be given while a graph is captured, which cannot read the number of its rows from the device")
+    cu = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=lengths.device)
+    torch.cumsum(lengths, 0, dtype=torch.int32, out=cu[1:])
+    return cu
 
 
 def run_gather(

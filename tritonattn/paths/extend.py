@@ -87,7 +87,7 @@ def run_chunks(
     config = prefill_row(detect(q.device), problem, max_seqlen_q)
     if tiles is None:
         num_tiles = tile_count(config, q.shape[0], num_seqs)
-    if not num_tiles:
+    if not num_tiles or not q.shape[0]:
         return
     new_in_row = k is None
     waiting = num_tiles if row_length > chunk or not new_in_row else 1  # tiles with a state between passes; of a single pass none

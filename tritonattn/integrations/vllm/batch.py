@@ -23,6 +23,7 @@ from tritonattn.paths.replay import repeat
 from tritonattn.problem import AttnParams
 from tritonattn.router import Router
 from tritonattn.scratch import Arena, keep
+from tritonattn.where import is_capturing
 
 CHUNK_TOKENS = 32768  # cached tokens gathered at a time
 
@@ -96,7 +97,7 @@ class Batch:
         """The plan for layers of this kind. A kind that the builder did not foresee gets a planner here, which later batches start with."""
         plan = self._plans.get(kind)
         if plan is None:
-            if self.device_seq_lens.is_cuda and torch.cuda.is_current_stream_capturing():
+            if is_capturing(self.device_seq_lens.device):
                 raise RuntimeError("a graph cannot be captured before a layer of its kind has run once: no later plan would reach it")
             planner = self._planners.setdefault(kind, self._create(kind, impl))
             plan = self._plans[kind] = planner.lay_out(self)

@@ -18,6 +18,7 @@ from triton import knobs
 
 from tritonattn.paths import launch
 from tritonattn.warmup import Compilation, Compilations
+from tritonattn.where import is_capturing
 
 logger = logging.getLogger("vllm.tritonattn")
 _done: set[Hashable] = set()
@@ -65,7 +66,7 @@ def batch(query: list[int], seq: list[int], block_size: int, device: torch.devic
 
 def once(key: Hashable, device: torch.device, prepare: Callable[[], None]) -> None:
     """`prepare` with launches turned into compilations, the first time for this key."""
-    if key in _done or knobs.runtime.interpret or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+    if key in _done or knobs.runtime.interpret or is_capturing(device):
         return
     _done.add(key)
     begin = time.monotonic()
