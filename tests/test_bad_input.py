@@ -7,6 +7,7 @@ from triton import knobs
 import tritonattn
 from tests import cases
 from tritonattn import layouts
+from tritonattn.checks.reasons import overlaps
 
 PAIR = (-1, -1)
 
@@ -54,9 +55,31 @@ def gather():
     return {**caches(), "block_table": ints(2, 4), "starts": ints(2), "lengths": ints(2), "kv_layout": "preshuffled"}
 
 
+def mla_decode():
+    return {"q": floats(6, 4, 80), "kv_cache": floats(5, 16, 80), "seqused_k": ints(6), "block_table": ints(6, 4), "max_seqlen_k": 30,
+            "softmax_scale": 0.1, "kv_lora_rank": 64}  # fmt: skip
+
+
+def mla_extend():
+    return {
+        "q": floats(6, 4, 64), "k": floats(6, 4, 64), "v": floats(6, 4, 64), "kv_cache": floats(5, 16, 80), "cu_seqlens_q": ints(3),
+        "context_lens": ints(2), "block_table": ints(2, 4), "max_seqlen_q": 4, "max_context_len": 5, "softmax_scale": 0.1, "kv_lora_rank": 64,
+        "up_project": lambda latent, rope: (latent[:, None].expand(-1, 4, -1), latent[:, None].expand(-1, 4, -1)),
+    }  # fmt: skip
+
+
+def mla_write():
+    return {"latent": floats(6, 64), "rope": floats(6, 16), "kv_cache": floats(5, 16, 80), "slot_mapping": ints(6)}
+
+
+def mla_gather():
+    return {"kv_cache": floats(5, 16, 80), "block_table": ints(2, 4), "starts": ints(2), "lengths": ints(2), "kv_lora_rank": 64}
+
+
 SOUND = {
     "flash_attn_varlen_func": prefill, "extend_attention": extend, "decode_attention": decode, "merge_attn_states": merge,
-    "reshape_and_cache": write, "gather_cache": gather,
+    "reshape_and_cache": write, "gather_cache": gather, "mla_decode": mla_decode, "mla_extend": mla_extend, "mla_cache_write": mla_write,
+    "mla_gather_cache": mla_gather,
 }  # fmt: skip
 ATTENTION = ("flash_attn_varlen_func", "extend_attention", "decode_attention")
 PAGED = ("extend_attention", "decode_attention")
@@ -168,6 +191,51 @@ def test_cache_is_refused(device, op, changes, error, text):
 def test_cache_of_another_dtype_is_refused(device, op):
     k_cache, v_cache = layouts.allocate("preshuffled", 5, 16, 2, 64, dtype=torch.float16)
     refuse(op, TypeError, ["k_cache must be torch.bfloat16 like q, or an 8-bit float, got torch.float16"], device, k_cache=k_cache, v_cache=v_cache)
+
+
+def expanded(x):
+    """Each row is the same memory."""
+    return x[:1].expand(x.shape)
+
+
+def staggered(x):
+    """Each row begins inside the one before it."""
+    return x.new_zeros(x.numel()).as_strided(x.shape, (x.stride(0) // 2, *x.stride()[1:]))
+
+
+@pytest.mark.parametrize("overlapping", [expanded, staggered])
+@pytest.mark.parametrize(("op", "argument"), [
+    *((op, "out") for op in (*ATTENTION, "merge_attn_states", "gather_cache")), *(("reshape_and_cache", name) for name in ("k_cache", "v_cache")),
+    ("mla_decode", "out"), ("mla_extend", "out"), ("mla_cache_write", "kv_cache"), ("mla_gather_cache", "out"),
+])  # fmt: skip
+def test_memory_that_is_written_twice_is_refused(device, op, argument, overlapping):
+    args = {name: cases.to(value, device) for name, value in SOUND[op]().items()}
+    if op == "gather_cache":
+        args["out"] = floats(8, 2, 64).to(device), overlapping(floats(8, 2, 64).to(device))
+    elif op == "mla_gather_cache":
+        args["out"] = overlapping(floats(8, 64).to(device)), floats(8, 16).to(device)
+    elif op == "mla_decode":
+        args["out"] = overlapping(floats(6, 4, 64).to(device))
+    else:
+        args[argument] = overlapping(args[argument] if argument in args else floats(6, 4, 64).to(device))
+    with pytest.raises(ValueError, match=rf"{argument}(\[.\])? must have each element at a place of its own, got shape \[.*\] with strides"):
+        getattr(tritonattn, op)(**args)
+
+
+def test_a_cache_that_is_read_may_overlap(device):
+    """Of a sequence that repeats itself one block is enough."""
+    args = {name: cases.to(value, device) for name, value in decode().items()}
+    k_cache, v_cache = (expanded(args[name].zero_()) for name in ("k_cache", "v_cache"))
+    tritonattn.decode_attention(**args | {"k_cache": k_cache, "v_cache": v_cache})
+
+
+@pytest.mark.parametrize(("shape", "strides", "shared"), [
+    ((4, 3, 8), (24, 8, 1), False), ((4, 3, 8), (8, 32, 1), False), ((4, 3, 8), (100, 9, 1), False), ((4, 3, 8), (24, 7, 1), True),
+    ((4, 3, 8), (23, 8, 1), True), ((4, 3, 8), (0, 8, 1), True), ((1, 3, 8), (0, 8, 1), False), ((4, 0, 8), (0, 0, 1), False),
+    ((4, 1, 8), (8, 3, 1), False), ((), (), False),
+])  # fmt: skip
+def test_overlaps(shape, strides, shared):
+    assert overlaps(torch.zeros(400).as_strided(shape, strides)) is shared
 
 
 def test_every_reason_at_once(device):
@@ -291,6 +359,13 @@ def test_run_refuses(device, changes, error, text):
     with pytest.raises(error, match=r"Router\.run: ") as caught:
         one.run(plan, **args)
     assert text in str(caught.value)
+
+
+def test_run_refuses_a_result_that_overlaps(device):
+    one = router(device)
+    plan = one.plan([1, 2], [20, 2], ints(2, 4).to(device))
+    with pytest.raises(ValueError, match=r"Router\.run: out must have each element at a place of its own"):
+        one.run(plan, **run_arguments(device), out=expanded(floats(3, 4, 64).to(device)))
 
 
 def test_a_table_too_short_is_found_when_the_block_size_is(device):

@@ -211,6 +211,8 @@ def check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, *, kv_la
     reasons.rows("value", value, 3, (key.dtype,) if isinstance(key, Tensor) else FLOATS)
     reasons.rows("slot_mapping", slot_mapping, 1, INTS)
     reasons.cache(k_cache, v_cache, kv_layout)
+    reasons.written("k_cache", k_cache)
+    reasons.written("v_cache", v_cache)
     reasons.stop()
     cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
     tokens = key.shape[0]
@@ -242,6 +244,8 @@ def check_gather(k_cache, v_cache, block_table, starts, lengths, *, kv_layout, k
         else:
             reasons.rows("out[0]", out[0], 3, FLOATS)
             reasons.rows("out[1]", out[1], 3, FLOATS)
+            reasons.written("out[0]", out[0])
+            reasons.written("out[1]", out[1])
     reasons.stop()
     cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
     batch = len(starts)

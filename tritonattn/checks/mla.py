@@ -127,6 +127,7 @@ def check_mla_cache_write(latent, rope, kv_cache, slot_mapping, *, kv_descale, r
     reasons.rows("latent", latent, 2, FLOATS)
     reasons.rows("rope", rope, 2, (latent.dtype,) if isinstance(latent, Tensor) else FLOATS)
     reasons.rows("kv_cache", kv_cache, 3, FLOATS_AND_FP8)
+    reasons.written("kv_cache", kv_cache)
     reasons.rows("slot_mapping", slot_mapping, 1, INTS)
     reasons.stop()
     tokens, kv_lora_rank = latent.shape
@@ -159,6 +160,8 @@ def check_mla_gather(
         else:
             reasons.rows("out[0]", out[0], 2, FLOATS)
             reasons.rows("out[1]", out[1], 2, (out[0].dtype,) if isinstance(out[0], Tensor) else FLOATS)
+            reasons.written("out[0]", out[0])
+            reasons.written("out[1]", out[1])
     reasons.stop()
     width, batch = kv_cache.shape[2], len(starts)
     latent_sizes(reasons, kv_lora_rank, width)

@@ -88,6 +88,12 @@ class Reasons:
         if isinstance(tensor, Tensor) and tensor.ndim and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             self.values.append(f"{name} must have a last stride of 1, got strides {list(tensor.stride())}")
 
+    def written(self, name: str, tensor: Tensor) -> None:
+        """A tensor that the op writes: of two programs that write one element, either may come last."""
+        if isinstance(tensor, Tensor) and overlaps(tensor):
+            got = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
+            self.values.append(f"{name} must have each element at a place of its own, got {got}")
+
     def shape(self, name: str, tensor: Tensor, need: tuple[int, ...]) -> None:
         """The shape of a tensor; -1 stands for any size."""
         shape = tensor.shape
@@ -255,8 +261,25 @@ class Reasons:
             return
         before = self.unusable
         self.rows("out", out, len(shape), FLOATS)
+        self.written("out", out)
         if self.unusable is before:
             self.shape("out", out, shape)
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether two elements may share memory: from the smallest stride to the largest, each must step over all that the ones before reach.
+
+    That is more than needed (strides 2 and 3 of two elements each meet nowhere), and what every view of dense memory has.
+    """
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    reach = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def either(names: Sequence[object]) -> str:

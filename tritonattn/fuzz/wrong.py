@@ -15,6 +15,7 @@ FLOATS = {"q", "k", "v", "k_cache", "v_cache", "kv_cache", "out_a", "out_b", "ke
 INTS = {"cu_seqlens_q", "cu_seqlens_k", "seqused_k", "context_lens", "block_table", "starts", "lengths", "slot_mapping"}
 COUNTS = {"max_seqlen_q", "max_seqlen_k", "max_context_len", "chunk_tokens", "num_splits", "kv_lora_rank", "total_context_len", "num_q_heads",
           "num_kv_heads", "num_heads", "head_size", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "decode_threshold"}  # fmt: skip
+WRITTEN = {("reshape_and_cache", "k_cache"), ("reshape_and_cache", "v_cache"), ("mla_cache_write", "kv_cache")}
 OPTIONAL = {"cu_seqlens_q", "total_context_len", "k", "v"}
 SIZE = ("longer", "meta", "shorter")  # what disagrees with others may be told of those
 
@@ -34,6 +35,12 @@ def _tensor(value: Any, dtypes: dict[str, torch.dtype]) -> Iterator[tuple[str, A
         turned = _turned(value)
         if turned is not None:
             yield "turned", turned
+
+
+def _overlapping(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Memory that would be written twice."""
+    if len(tensor) > 1 and tensor.numel():
+        yield "overlapping", tensor[:1].expand(tensor.shape)
 
 
 def _count(name: str) -> Iterator[tuple[str, Any]]:
@@ -61,6 +68,8 @@ def ways(name: str, value: Any, op: str) -> Iterator[tuple[str, Any]]:
         yield from _tensor(value, dtypes)
         if value is not None and not (op in ("Router", "MlaRouter") and "cache" in name):
             yield "none", None
+        if (op, name) in WRITTEN:
+            yield from _overlapping(value)
     elif name in INTS:
         dtypes = {"float": torch.float32} if name == "slot_mapping" else {"float": torch.float32, "int64": torch.int64, "bool": torch.bool}
         yield from _tensor(value, dtypes)
@@ -88,9 +97,12 @@ def ways(name: str, value: Any, op: str) -> Iterator[tuple[str, Any]]:
         yield from (*_number("descale"), ("zero", 0.0), ("half", torch.ones(1).half()), ("too many", torch.ones(1000)), ("empty", torch.ones(0)))
     elif name == "out" and not isinstance(value, tuple):
         yield from (("text", "x"), ("number", 3.0), ("rank", torch.zeros(2, 2)), ("int32", torch.zeros(1, 1, 1).int()), ("shape", torch.zeros(1, 1, 999)))
+        if value is not None:
+            yield from _overlapping(value)
     elif name == "out":
         yield from (("text", "x"), ("one", (value[0],)), ("ranks", (value[0].flatten(), value[1])), ("int32", (value[0].int(), value[1])))
         yield "nones", (None, None)
+        yield from ((how, (wrong, value[1])) for how, wrong in _overlapping(value[0]))
     elif name == "up_project" and op == "mla_extend":
         yield from (("none", None), ("number", 3))
 
