@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from triton import knobs
 import tritonattn
 from tritonattn import layouts, reference
 from tritonattn.problem import FP8_DTYPES
+from tritonattn.scratch import Fresh
 from tritonattn.tuning.arch import detect
 
 MARK = 777.0
@@ -168,6 +169,24 @@ class Oracle:
 
 def _largest(tensor: Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+class Guarded(Fresh):
+    """Scratch between marks, which `intact` looks at."""
+
+    rooms: ClassVar[list[tuple[Tensor, int]]] = []
+    MARGIN = 4096
+
+    def take(self, name: str, numel: int, dtype: torch.dtype) -> Tensor:
+        room = torch.full((numel + 2 * self.MARGIN,), MARK, dtype=dtype, device=self.device)
+        self.rooms.append((room, numel))
+        return room[self.MARGIN : self.MARGIN + numel]
+
+    @classmethod
+    def intact(cls) -> bool:
+        """Whether something was taken, and nothing written beside it; and begins anew."""
+        rooms, cls.rooms = cls.rooms, []
+        return bool(rooms) and all((room[: cls.MARGIN] == MARK).all() and (room[cls.MARGIN + n :] == MARK).all() for room, n in rooms)
 
 
 # -- data -----------------------------------------------------------------------------------------------------

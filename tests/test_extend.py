@@ -130,9 +130,11 @@ def test_a_sequence_without_queries_needs_no_keys(device):
         case.check(device)
 
 
-def test_lengths_beyond_what_the_host_was_told_stay_inside(device):
-    """Rows are wrong; nothing is written where it does not belong, which the simulator watches."""
+def test_lengths_beyond_what_the_host_was_told_stay_inside(device, monkeypatch):
+    """Rows are wrong; nothing is written beside the scratch and the result."""
+    monkeypatch.setattr(mha, "Fresh", cases.Guarded)
     for lens, longest in (([(9, 100), (20, 60)], 16), ([(5, 20), (40, 300)], 8)):
         case = cases.extend(lens, layout="hnd", heads=(4, 2))
         case.run(device, "zero", max_context_len=longest)
+        assert cases.Guarded.intact()
     cases.decode([(3, 40), (4, 60)]).run(device, "zero", max_seqlen_q=1, num_splits=4)

@@ -1,5 +1,6 @@
 """MLA prefill and extend, not absorbed, against the float64 reference."""
 
+import copy
 import math
 
 import pytest
@@ -51,6 +52,33 @@ def test_rows_of_no_token_are_zeros(device):
     case = mla_cases.extend([(1, 100), (1, 3)])
     case.check(device, chunk_tokens=64)
     assert sum(case.args["up_project"].calls[:4]) == 198
+
+
+@pytest.mark.parametrize("wrong", [0, cases.WILD_BLOCK], ids=["poisoned block", "no block"])
+def test_a_sequence_without_queries_needs_no_keys(device, wrong):
+    """Its row of the block table may hold anything, and no row of its context is projected."""
+    for causal in (True, False):
+        case = mla_cases.extend([(0, 200), (7, 40), (0, 90), (30, 64)], options={"causal": causal})
+        case.check(device)
+        exact = copy.deepcopy(case)  # the oracle has the whole table
+        case.cache.table[0::2] = wrong
+        for total in (None, 33 + 34, 33 + 34 + 5):  # the contexts of those with queries, and more than that
+            for chunk_tokens in (32, 32768):
+                got = case.run(device, total_context_len=total, chunk_tokens=chunk_tokens)
+                want = exact.run(device, total_context_len=total, chunk_tokens=chunk_tokens)
+                assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+        case.args["up_project"].calls.clear()
+        case.run(device, total_context_len=33 + 34)
+        assert sum(case.args["up_project"].calls) == 33 + 34
+
+
+def test_lengths_beyond_what_the_host_was_told_stay_inside(device, monkeypatch):
+    """Rows are wrong; nothing is written beside the scratch and the result."""
+    monkeypatch.setattr(mla, "Fresh", cases.Guarded)
+    case = mla_cases.extend([(9, 100), (20, 60)])
+    for told in ({"max_context_len": 16}, {"total_context_len": 20}, {"total_context_len": 0}, {"max_context_len": 0}):
+        case.run(device, "zero", chunk_tokens=48, **told)
+        assert cases.Guarded.intact()
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 48, 64])

@@ -25,7 +25,7 @@ from tritonattn import checks
 from tritonattn.paths.cache import gathered_rows, run_gather, run_write
 from tritonattn.paths.combine import run_merge
 from tritonattn.paths.decode import run_decode
-from tritonattn.paths.extend import context_row, run_extend
+from tritonattn.paths.extend import context_row, key_ends, run_extend
 from tritonattn.paths.prefill import run_prefill
 from tritonattn.paths.replay import repeated
 from tritonattn.plan import ROW_ALIGN, decode_plan
@@ -112,16 +112,10 @@ def extend_attention(
     )
     run_extend(
         problem, params, q, k, v, cache, out, lse, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table,
-        row=context_row(context_lens, _ends(cu_seqlens_q, context_lens), left, problem.start_align), row_length=row_length,
+        row=context_row(context_lens, key_ends(cu_seqlens_q, context_lens, True), left, problem.start_align), row_length=row_length,
         num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, chunk_tokens=chunk_tokens, scratch=Fresh(q.device),
     )  # fmt: skip
     return (out, lse) if lse is not None else out
-
-
-def _ends(cu_seqlens_q: Tensor, context_lens: Tensor) -> Tensor:
-    """Context and new tokens of each sequence; 0 where it has no query, which needs no key."""
-    new = cu_seqlens_q.diff()
-    return (context_lens + new) * (new > 0)
 
 
 @repeated

@@ -20,7 +20,7 @@ from torch import Tensor
 from tritonattn import checks
 from tritonattn.mha import Scale, _outputs
 from tritonattn.paths.cache import gathered_rows, run_gather, run_write
-from tritonattn.paths.extend import context_row
+from tritonattn.paths.extend import context_row, key_ends
 from tritonattn.paths.mla_decode import run_mla_decode
 from tritonattn.paths.mla_extend import UpProject, run_mla_extend
 from tritonattn.paths.replay import repeated
@@ -78,8 +78,8 @@ def mla_extend(
     up_project(latent [n, latent], rope [n, rope]) -> (k [n, Hkv, D], v [n, Hkv, Dv]): called once per chunk with its rows, dequantised,
     in the dtype of q, and only if there is a context. It must not keep its arguments: the next chunk overwrites them.
     context_lens [B]: tokens in the cache before the new ones. block_table [B, max_blocks].
-    total_context_len: the sum of context_lens, if the host knows it: then `up_project` gets that many rows in all. Without it the
-    rows are counted as B * max_context_len, and those that belong to no token are zeros.
+    total_context_len: an upper bound of the sum of context_lens, those of sequences without a query left out; `up_project` gets that
+    many rows in all. None: B * max_context_len. Rows that belong to no token are zeros.
     chunk_tokens bounds the scratch; it is rounded up to a multiple of 16.
 
     Returns out [T, H, Dv], and with return_lse also lse. Tokens past the last sequence get 0.
@@ -94,10 +94,10 @@ def mla_extend(
     num_seqs = len(context_lens)
     run_mla_extend(
         problem, params, q, k, v, cache, out, lse, up_project=up_project, kv_descale=kv_descale, rope_descale=rope_descale,
-        cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table, row=context_row(context_lens, context_lens, -1, 1, align=1),
-        row_length=num_seqs * max_context_len if total_context_len is None else total_context_len,
-        row_is_full=total_context_len is not None, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, chunk_tokens=chunk_tokens,
-        scratch=Fresh(q.device),
+        cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table,
+        row=context_row(context_lens, key_ends(cu_seqlens_q, context_lens, False), -1, 1, align=1),
+        row_length=num_seqs * max_context_len if total_context_len is None else min(total_context_len, num_seqs * max_context_len),
+        row_is_full=False, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, chunk_tokens=chunk_tokens, scratch=Fresh(q.device),
     )  # fmt: skip
     return (out, lse) if lse is not None else out
 

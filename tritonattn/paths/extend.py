@@ -33,6 +33,12 @@ def key_starts(context_lens: Tensor, window_left: int, align: int) -> Tensor:
     return (context_lens - window_left).clamp_(min=0) // align * align
 
 
+def key_ends(cu_seqlens_q: Tensor, context_lens: Tensor, with_new: bool) -> Tensor:
+    """Where the keys of each sequence end that the row is to hold, with or without its new ones; 0 where no query needs any."""
+    new = cu_seqlens_q.diff()
+    return (context_lens + new if with_new else context_lens) * (new > 0)
+
+
 def context_row(context_lens: Tensor, end_lens: Tensor, window_left: int, start_align: int, align: int = ROW_ALIGN) -> ContextRow:
     """The row of a batch. end_lens: how far it goes in each sequence, to the end of that or of its context. align: a power of two."""
     starts = key_starts(context_lens, window_left, start_align)
