@@ -117,7 +117,10 @@ def _decode(row: Row, device: torch.device, peers: Peers | None, only: str) -> C
         )  # fmt: skip
 
     if row.suite == "cliffs":
-        return _attention(x, {"tritonattn nhd": lambda: ours("nhd")}, None, only, "decode")
+        calls: dict[str, Callable[[], Call]] = {"tritonattn nhd": lambda: ours("nhd")}
+        if row.key_lengths:
+            calls["tritonattn router"] = lambda: _router_run(x, *x.new_tokens())
+        return _attention(x, calls, None, only, "decode")
     return _attention(x, _both_layouts(ours), peers, only, "decode")
 
 

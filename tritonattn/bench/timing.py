@@ -129,10 +129,12 @@ class _DeviceClock(_Clock):
         estimate = self._events(call, 5 if first < 20_000 else 1)
         self.eager_us, self.host_us = self._eager(estimate)
         self.graph = None
-        if self.eager_us < GRAPH_LIMIT and (trial := _capture(call, 10)):
+        host_bound = self.host_us > self.eager_us / 2  # then eager calls do not tell how short the work is
+        if (host_bound or self.eager_us < GRAPH_LIMIT) and (trial := _capture(call, 10)):
             kernels = self._events(trial.replay, 1) / 10
-            self.per_graph = min(max(round(GRAPH_MICROSECONDS / kernels), 1), 500)
-            self.graph = _capture(call, self.per_graph)
+            if kernels < GRAPH_LIMIT:
+                self.per_graph = min(max(round(GRAPH_MICROSECONDS / kernels), 1), 500)
+                self.graph = _capture(call, self.per_graph)
         if self.graph is not None:
             estimate = self._events(self.graph.replay, 1)
         self.how = "events" if self.graph is None else "graph"
