@@ -75,10 +75,23 @@ def write(layout="preshuffled", dtype=torch.bfloat16, slots=5):
     }  # fmt: skip
 
 
+def in_one(make):
+    """With the caches of keys and values as parts of one tensor, as vLLM has them."""
+
+    def call():
+        name, args = make()
+        both = torch.cat([args["k_cache"].view(torch.uint8), args["v_cache"].view(torch.uint8)], -1).view(args["k_cache"].dtype)
+        k_cache, v_cache = both.chunk(2, -1)
+        return name, args | {"k_cache": k_cache, "v_cache": v_cache}
+
+    return call
+
+
 def out(make, *shape):
     return lambda: (lambda name, args: (name, args | {"out": torch.full(shape, 9.0, dtype=torch.bfloat16)}))(*make())
 
 
+FP8 = torch.float8_e4m3fnuz if ARCH == "gfx942" and not ON_GPU else torch.float8_e4m3fn
 CALLS = {
     "decode": decode,
     "decode preshuffled": lambda: decode(layout="preshuffled"),
@@ -92,7 +105,9 @@ CALLS = {
     "mla of halves": halves,
     "merge": lambda: merge(return_lse=True),
     "write": write,
-    "write fp8": lambda: write("nhd", torch.float8_e4m3fnuz if ARCH == "gfx942" and not ON_GPU else torch.float8_e4m3fn),
+    "write fp8": lambda: write("nhd", FP8),
+    "write in one": in_one(lambda: write("nhd")),
+    "write fp8 in one": in_one(lambda: write("nhd", FP8)),
 }
 
 

@@ -4,6 +4,9 @@ import pytest
 import torch
 from harness import Layer, v1_order, v2_order
 
+from tritonattn.integrations.vllm.batch import Planner
+from tritonattn.router import Router
+
 # A fresh prompt between extends, as model runner V2 leaves it: [decode, short extend, fresh prompt, long extend].
 MIXED = [(1, 33), (40, 100), (3, 20), (1, 70), (20, 20), (1, 1)]
 LAYOUTS = ["packed", "preshuffled"]
@@ -93,6 +96,20 @@ def test_graph_padding(layout):
     assert (one.num_items, one.num_merges, first.decode.plan) == (two.num_items, two.num_merges, second.decode.plan)
 
 
+def test_decodes_are_planned_anew_when_contexts_change_by_more_than_a_few_tokens(layout, monkeypatch):
+    layer, planned = Layer(), []
+    monkeypatch.setattr(Planner, "_decode_part", lambda self, *args: (planned.append(args[3].tolist()), Router._decode_part(self, *args))[1])
+    steps = [
+        ([33, 70, 1], True), ([34, 71, 2], False), ([34, 70, 2], False), ([33, 133, 64], False),
+        ([34, 134, 65], True), ([33, 134, 65], True), ([33, 134], True), ([33, 134, 65], True), ([34, 135, 66], False),
+    ]  # fmt: skip
+    for lengths, anew in steps:
+        planned.clear()
+        close(*layer.step([(1, length) for length in lengths]))
+        assert planned == [lengths] * anew, lengths
+        layer.free = list(range(1, 64))
+
+
 @pytest.mark.parametrize("requests", [[(4, 40), (4, 9), (4, 4)], [(4, 40), (2, 9), (30, 60), (9, 9)]], ids=["uniform", "ragged"])
 def test_speculation_trusts_the_device_for_decodes(layout, requests):
     """Under asynchronous scheduling the host's lengths of decode requests are only upper bounds."""
@@ -115,6 +132,8 @@ def test_batch_invariance(preshuffled, monkeypatch):
         out, expected = layer.step([(1, 70), *others])
         close(out, expected)
         results.append(out[:1])
+        layer.step([(1, 71)])  # not by the plan of the step before, which others may have had a part in
+        assert all(planner._kept is None for planner in layer.builder._planners.values())
     assert layer.builder._planners and all(planner.batch_invariant for planner in layer.builder._planners.values())
     close(results[0], results[1].double(), 0, 0)
 

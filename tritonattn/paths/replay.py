@@ -150,6 +150,8 @@ class Recording:
             return found[0], 0
         storage = tensor.untyped_storage().data_ptr()
         found = [i for i, known in enumerate(self._tensors, 1) if known.untyped_storage().data_ptr() == storage]
+        if len(found) > 1:  # parts of one tensor, as the caches of keys and values may be: a view of either begins where that does
+            found = [i for i in found if self._tensors[i - 1].data_ptr() == tensor.data_ptr()]
         if len(found) != 1:
             self.complete = False
             return 0, 0

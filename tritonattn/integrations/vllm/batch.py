@@ -8,14 +8,17 @@ host's lengths are exact.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tritonattn.batch import ZERO, DecodeLaunch, ExtendLaunch, Ints, TileLaunch, Upload
 from tritonattn.layouts import CacheView
+from tritonattn.paths.cache import run_write
 from tritonattn.paths.decode import run_decode
 from tritonattn.paths.extend import context_row, run_extend
 from tritonattn.paths.prefill import run_prefill
@@ -26,6 +29,7 @@ from tritonattn.scratch import Arena, keep
 from tritonattn.where import is_capturing
 
 CHUNK_TOKENS = 32768  # cached tokens gathered at a time
+KEPT_FOR = 64  # tokens by which contexts may grow before decodes are planned anew: about a tile of keys, so that the parts stay even
 
 
 class Kind(NamedTuple):
@@ -52,8 +56,8 @@ class BatchPlan:
     decode: DecodeLaunch | None
     extend: ExtendLaunch | None
     prefill: TileLaunch | None
-    context_lens: Tensor
-    """[B] int32 on the device, right for the requests of `extend`."""
+    context_lens: Tensor | None
+    """[B] int32 on the device, right for the requests of `extend`; None without those."""
     whole: bool = False
     """`extend` is every request of the batch, and finds its lengths on the device."""
     runs: dict = field(default_factory=dict)
@@ -71,20 +75,18 @@ class Batch:
     """
 
     def __init__(self, common: Any, threshold: int, planners: dict[Kind, Planner], create: Any) -> None:
-        count = common.num_reqs
-        loc = common.query_start_loc_cpu.numpy()[: count + 1].astype(np.int32, copy=False)
-        self.query_lens: Ints = loc[1:] - loc[:-1]
+        self._common = common
+        self._threshold = threshold
+        count = self.num_reqs = common.num_reqs
+        self.max_query_len = int(common.max_query_len)
+        self.decode_only = self.max_query_len <= threshold or not np.count_nonzero(self.long)
         upper = common.seq_lens_cpu_upper_bound
         self.seq_lens: Ints | None = None if upper is None else upper.numpy()[:count].astype(np.int32, copy=False)
-        self.long = self.query_lens > np.array(threshold, np.int32)
-        self.decode_only = not np.count_nonzero(self.long)
         prefilling = common.is_prefilling
         if not self.decode_only and prefilling is not None and prefilling.device.type == "cpu":
             guessed = self.long & ~prefilling.numpy()[:count].astype(bool)
             if guessed.any():  # more query tokens than were announced, and lengths that are only bounds
                 self.seq_lens = None
-        self.num_tokens = int(common.num_actual_tokens)
-        self.max_query_len = int(common.max_query_len)
         self.max_seq_len = int(common.max_seq_len)
         self.cu_seqlens_q = common.query_start_loc
         self.device_seq_lens = common.seq_lens if len(common.seq_lens) == count else common.seq_lens[:count]
@@ -92,6 +94,16 @@ class Batch:
         self._create = create
         self._planners = planners
         self._plans = {kind: planner.lay_out(self) for kind, planner in planners.items()}
+
+    @cached_property
+    def query_lens(self) -> Ints:
+        starts = self._common.query_start_loc_cpu.numpy()[: self.num_reqs + 1].astype(np.int32, copy=False)
+        return starts[1:] - starts[:-1]
+
+    @cached_property
+    def long(self) -> NDArray[np.bool_]:
+        """The requests with more query tokens than a decode has."""
+        return self.query_lens > np.array(self._threshold, np.int32)
 
     def plan(self, kind: Kind, impl: Any) -> BatchPlan:
         """The plan for layers of this kind. A kind that the builder did not foresee gets a planner here, which later batches start with."""
@@ -104,6 +116,13 @@ class Batch:
         return plan
 
 
+def write(key: Tensor, value: Tensor, cache: CacheView, slot_mapping: Tensor, k_scale: Tensor | None, v_scale: Tensor | None) -> None:
+    """`run_write`, from the second layer on at the cost of its launch."""
+    values = key, value, cache.k, cache.v, slot_mapping, k_scale, v_scale
+    repeat(_writes, (cache.kind,), values, partial(run_write, key, value, cache, slot_mapping, k_scale, v_scale))
+
+
+_writes: dict = {}
 _arenas: dict[tuple[torch.device, int], Arena] = {}
 
 
@@ -121,6 +140,7 @@ class Planner(Router):
 
     def __init__(self, kind: Kind, impl: Any, device: torch.device, block_size: int, threshold: int, batch_invariant: bool) -> None:
         self.kind = kind
+        self._kept: tuple[BatchPlan, Ints, int] | None = None
         super().__init__(
             kind.num_heads, kind.num_kv_heads, kind.head_size, dtype=kind.dtype, device=device, kv_layout=kind.kv_layout,
             kv_dtype=kind.kv_dtype, decode_threshold=threshold, chunk_tokens=CHUNK_TOKENS, batch_invariant=batch_invariant,
@@ -129,14 +149,11 @@ class Planner(Router):
         )  # fmt: skip
 
     def lay_out(self, batch: Batch) -> BatchPlan:
+        if batch.decode_only:
+            return self._lay_out_decodes(batch)
+        if batch.seq_lens is None:
+            return self._lay_out_unknown(batch)
         query, seq, upload = batch.query_lens, batch.seq_lens, Upload()
-        if seq is None:
-            if not batch.decode_only:
-                return self._lay_out_unknown(batch)
-            seq = np.full_like(query, batch.max_seq_len)
-        if batch.decode_only:  # padding keeps its place, so that the grid stays that of the graph
-            all_of_it = self._decode_part(upload, None, query, seq, batch.block_table)
-            return BatchPlan(self, all_of_it(self._send(upload, len(query), True)), None, None, batch.device_seq_lens)
         context = seq - query
         at_context = upload.put(context)
         # A request of few tokens is decoded without a context too: its keys are in the cache already.
@@ -150,6 +167,22 @@ class Planner(Router):
             prefill = self._tile_part(upload, self.dense, mix.prefilled, query, context)
         sent = self._send(upload, len(query), False)
         return BatchPlan(self, decode and decode(sent), extend and extend(sent), prefill and prefill(sent), sent[at_context])
+
+    def _lay_out_decodes(self, batch: Batch) -> BatchPlan:
+        """That of the step before where contexts grew by a few tokens since it was made: kernels find the lengths on the device."""
+        count, seq, width = batch.num_reqs, batch.seq_lens, batch.block_table.shape[1]
+        if self._kept is not None and seq is not None:
+            plan, kept_seq, kept_width = self._kept
+            # A context that is shorter than it was is a huge number as an unsigned one.
+            if len(kept_seq) == count and kept_width == width and np.maximum.reduce((seq - kept_seq).view(np.uint32), initial=0) < KEPT_FOR:
+                return plan
+        upload = Upload()
+        longest = np.full(count, batch.max_seq_len, np.int32) if seq is None else seq
+        # Padding keeps its place, so that the grid stays that of the graph.
+        decode = self._decode_part(upload, None, batch.query_lens, longest, batch.block_table)
+        plan = BatchPlan(self, decode(self._send(upload, count, True)), None, None, None)
+        self._kept = None if seq is None or self.batch_invariant else (plan, seq.copy(), width)
+        return plan
 
     def _lay_out_unknown(self, batch: Batch) -> BatchPlan:
         """Without lengths on the host: every request as one whose keys are all cached, found on the device. No path for speed."""
@@ -170,7 +203,7 @@ class Planner(Router):
         arena, key = arena or scratch(q.device), plan.decode.key if plan.decode_only and plan.decode is not None else ()
         values = (
             q, k, v, cache.k, cache.v, out, *params, batch.cu_seqlens_q, batch.device_seq_lens, batch.block_table, plan.context_lens,
-            len(batch.query_lens),
+            batch.num_reqs,
         )  # fmt: skip
         repeat(
             self._decode_runs if plan.decode_only else plan.runs, (arena, *key), values,
@@ -178,11 +211,11 @@ class Planner(Router):
         )  # fmt: skip
 
     def _launch(self, plan: BatchPlan, batch: Batch, params: AttnParams, q, k, v, cache: CacheView, out: Tensor, arena: Arena) -> None:
-        count, cu_seqlens_q, table = len(batch.query_lens), batch.cu_seqlens_q, batch.block_table
+        count, cu_seqlens_q, table = batch.num_reqs, batch.cu_seqlens_q, batch.block_table
         extend, prefill, decode = plan.extend, plan.prefill, plan.decode
         for part in (extend, prefill, decode):
             keep(*(() if part is None else part.tensors))
-        if extend is not None:
+        if extend is not None and plan.context_lens is not None:
             run_extend(
                 self.paged, params, q, k, v, cache, out, None, cu_seqlens_q=cu_seqlens_q, context_lens=plan.context_lens, block_table=table,
                 row=extend.row, row_length=extend.row_length, num_seqs=count, max_seqlen_q=extend.max_seqlen_q,

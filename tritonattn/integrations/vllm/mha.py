@@ -21,9 +21,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from tritonattn.checks.reasons import HEAD_SIZE_STEP, MAX_HEAD_SIZE, MIN_HEAD_SIZE
 from tritonattn.integrations.vllm import layout, warm
-from tritonattn.integrations.vllm.batch import CHUNK_TOKENS, Batch, BatchPlan, Kind, Planner
+from tritonattn.integrations.vllm.batch import CHUNK_TOKENS, Batch, BatchPlan, Kind, Planner, write
 from tritonattn.layouts import CacheView
-from tritonattn.paths.cache import run_write
 from tritonattn.paths.prefill import run_prefill
 from tritonattn.problem import AttnParams, AttnProblem
 from tritonattn.tuning.arch import detect
@@ -62,7 +61,10 @@ class MetadataBuilder(stock.TritonAttentionMetadataBuilder):
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> Metadata:
         metadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return Metadata(**vars(metadata), batch=Batch(common_attn_metadata, self._threshold, self._planners, self._planner), warm=self.warm)
+        batch = Batch(common_attn_metadata, self._threshold, self._planners, self._planner)
+        extended = Metadata.__new__(Metadata)  # its constructor takes the time of a plan
+        extended.__dict__.update(vars(metadata), batch=batch, warm=self.warm)
+        return extended
 
     def warm(self, kind: Kind, impl: Impl, params: AttnParams, q: Tensor, k: Tensor | None, v: Tensor | None, cache: CacheView, out: Tensor) -> None:
         """Every batch that a layer of this kind can meet, on its own tensors. For `warm.once`: with launches turned into compilations."""
@@ -175,7 +177,7 @@ class Impl(stock.TritonAttentionImpl):
             super().do_kv_cache_update(layer, key, value, kv_cache, slot_mapping)
             return
         k_scale, v_scale = (layer._k_scale, layer._v_scale) if self._fp8 else (None, None)
-        run_write(key, value, self._cache(kv_cache), slot_mapping, k_scale, v_scale)
+        write(key, value, self._cache(kv_cache), slot_mapping, k_scale, v_scale)
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None

@@ -125,7 +125,12 @@ class Impl(stock.TritonMLAImpl):
             super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale)
         elif kv_cache.numel():
             scale = k_scale if self._fp8 and not skip_scale else None
-            run_write(kv_c_normed[:, None], k_pe.view(-1, 1, self.qk_rope_head_dim), self._halves(kv_cache), slot_mapping.flatten(), scale, scale)
+            repeat(
+                self._runs, ("write",), (kv_c_normed, k_pe, kv_cache, slot_mapping, scale),
+                lambda: run_write(
+                    kv_c_normed[:, None], k_pe.view(-1, 1, self.qk_rope_head_dim), self._halves(kv_cache), slot_mapping.flatten(), scale, scale
+                ),
+            )  # fmt: skip
 
     def _halves(self, kv_cache: Tensor) -> layouts.CacheView:
         """The latent columns as K, the rope columns as V."""
