@@ -1,5 +1,7 @@
 """Bad input: one error with every reason, naming argument, value and need, before any launch."""
 
+import re
+
 import pytest
 import torch
 from triton import knobs
@@ -8,6 +10,10 @@ import tritonattn
 from tests import cases
 from tritonattn import layouts
 from tritonattn.checks.reasons import overlaps
+from tritonattn.fuzz.calls import build
+from tritonattn.fuzz.inputs import onto
+from tritonattn.fuzz.recipes import OPS
+from tritonattn.fuzz.wrong import ways
 
 PAIR = (-1, -1)
 
@@ -247,8 +253,36 @@ def test_every_reason_at_once(device):
         softmax_scale=-1.0, out=floats(2, 4, 32),
     )  # fmt: skip
     assert text.count(";") == 6
+    text = refuse(
+        "decode_attention", ValueError, ["q must have 3 dim", "block_table must be torch.int32", "k_cache must be a tensor", "softcap", "sinks must be a ten"],
+        device, q=floats(6, 256), block_table=ints(6, 4).long(), k_cache=None, softcap=-1.0, sinks=3,
+    )  # fmt: skip
+    assert text.count(";") == 4
     text = refuse("merge_attn_states", TypeError, ["out_a", "lse_a"], device, out_a=3, lse_a="x")
     assert "out_b" not in text
+
+
+BY_ITSELF = ("text", "number", "rank", "no rank", "float64", "int32", "float", "int64", "bool", "none", "negative", "tensor", "nan", "infinite",
+             "zero", "half", "one", "too small", "nones", "ranks", "list")  # fmt: skip
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if "Router" not in op])
+def test_no_reason_hides_another(device, op):
+    """Of two arguments wrong at once, one of them so that its size is not known, both are named."""
+    call = build({"op": op, "sinks": True, "alibi": True, "descale": "number", "out": "given", "softcap": 2.0, "window": [3, 0]})
+    args = {name: onto(value, device) for name, value in call.args.items()}
+    wrong = [(name, how, onto(value, device)) for name, args_value in args.items() for how, value in ways(name, args_value, op) if how in BY_ITSELF]
+    for name, how, value in wrong:
+        if how not in ("text", "rank", "float64"):
+            continue
+        for other, how_other, other_value in wrong:
+            if other == name or ("kv_layout" in (name, other) and "rank" in f"{how} {how_other}"):  # of which that of a cache follows
+                continue
+            with pytest.raises((ValueError, TypeError)) as error:
+                getattr(tritonattn, op)(**args | {name: value, other: other_value})
+            said = re.split("[:;] ", str(error.value))
+            for each in (name, other):
+                assert any(reason.startswith(each) or f" {each} " in reason for reason in said), (name, how, other, how_other, str(error.value))
 
 
 def test_nothing_was_written(device):
@@ -300,6 +334,10 @@ def router(place, **changes):
     ({"device": "cuda:99"}, ValueError, "device must be one of the GPUs that torch finds"),
     ({"device": None}, TypeError, "device must be a torch.device or its name, got NoneType"),
     ({"device": "meta"}, ValueError, "tensors must be on a GPU, got meta"),
+    ({"head_size": 20, "num_kv_heads": "x", "decode_threshold": 0, "sinks": torch.zeros(3), "kv_dtype": torch.int8}, ValueError,
+     "num_kv_heads must be an int on the host, got str; kv_dtype must be torch.bfloat16 like dtype, or an 8-bit float, got torch.int8; "
+     "decode_threshold must be at least 1, got 0; head size of q and k must be a multiple of 8 from 32 to 256, got 20; "
+     "head size of v must be a multiple of 8 from 32 to 256, got 20; sinks must be [4], got [3]"),
 ])  # fmt: skip
 def test_router_refuses(device, changes, error, text):
     with pytest.raises(error, match="Router: ") as caught:
@@ -319,6 +357,7 @@ def test_router_refuses(device, changes, error, text):
     ([1, [1]], [3, 3], 4, TypeError, "query_lens must be a sequence of integers, got [1, [1]]"),
     ([1, 1], [(1 << 32) + 3, 3], 4, ValueError, "seq_lens must be at most 2147483647, got 4294967299"),
     ([1, 1, 1], [3, 3, 3], 4, ValueError, "block_table must be [3, ..], got [2, 4]"),
+    ([1, -1], None, 4, ValueError, "seq_lens must be a sequence of integers, got object of shape []; query_lens must be at least 0, got -1 (request 1)"),
     ([1, 1], [3, 3], None, ValueError, "block_table must be given where a request has context, got 3 (request 0), 3 (request 1)"),
 ])  # fmt: skip
 def test_plan_refuses(device, query, seq, width, error, text):
@@ -359,6 +398,16 @@ def test_run_refuses(device, changes, error, text):
     with pytest.raises(error, match=r"Router\.run: ") as caught:
         one.run(plan, **args)
     assert text in str(caught.value)
+
+
+def test_run_names_every_reason(device):
+    one = router(device)
+    plan = one.plan([1, 2], [20, 2], ints(2, 4).to(device))
+    changes = {"q": floats(3, 256), "v": floats(3, 2, 32), "k_cache": None, "out": 3, "sinks": torch.zeros(3)}
+    with pytest.raises(ValueError, match=r"^Router\.run: ") as caught:
+        one.run(plan, **run_arguments(device) | {name: cases.to(value, device) for name, value in changes.items()})
+    for text in ("q must have 3 dimensions", "v must be [.., 2, 64], got", "k_cache must be a tensor", "out must be a tensor", "sinks must be [4]"):
+        assert text in str(caught.value)
 
 
 def test_run_refuses_a_result_that_overlaps(device):

@@ -52,12 +52,14 @@ def test_allocate(layout, dtype):
 
 
 @pytest.mark.parametrize(("changes", "error", "words"), [
-    ({"num_blocks": -1, "block_size": 0, "head_size": -8}, ValueError, "block_size must be at least 1, got 0; head_size .*num_blocks must be at least 0"),
+    ({"num_blocks": -1, "block_size": 0, "head_size": -8}, ValueError, "num_blocks must be at least 0, got -1; block_size must be at least 1, got 0; head_"),
     ({"num_kv_heads": 0, "v_head_size": 0}, ValueError, "num_kv_heads must be at least 1, got 0; v_head_size must be at least 1, got 0"),
     ({"dtype": "bfloat16", "block_size": 16.0}, TypeError, "block_size must be an int, got float; dtype must be a torch.dtype, got 'bfloat16'"),
     ({"device": "foo"}, ValueError, "device must be one that torch knows, such as cuda:0 or cpu, got 'foo'"),
     ({"device": "cuda:99"}, ValueError, "device must be one of the GPUs that torch finds, of which there are [0-9]+, got cuda:99"),
     ({"kv_layout": "x"}, ValueError, "kv_layout must be one of nhd, hnd, preshuffled, latent, got 'x'"),
+    ({"num_blocks": "x", "dtype": "bf16", "block_size": 0, "kv_layout": "ndh"}, ValueError,
+     "num_blocks must be an int, got str; dtype must be a torch.dtype, got 'bf16'; block_size must be at least 1, got 0; kv_layout must be one of"),
 ])  # fmt: skip
 def test_what_cannot_be_allocated_is_named(changes, error, words):
     sound = {"kv_layout": "preshuffled", "num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}

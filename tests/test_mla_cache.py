@@ -98,6 +98,9 @@ def test_gather(device, block_size, scales):
     (lambda c, t: mla_cache_write(torch.zeros(3, 64), torch.zeros(3, 8), c, t), ["rope must be"]),
     (lambda c, t: mla_cache_write(torch.zeros(2, 64), torch.zeros(2, 16), c, t, kv_descale=0.0), ["slot_mapping must be at most", "kv_descale"]),
     (lambda c, t: mla_cache_write(torch.zeros(3, 64).half(), torch.zeros(3, 16).half(), c, t), ["kv_cache must be"]),
+    (lambda c, t: mla_cache_write(torch.zeros(3, 64), torch.zeros(3, 8, 2), c[0], t[0], kv_descale=0.0),
+     ["rope must have 2 dim", "kv_cache must have 3 dim", "slot_mapping must have 1 dim", "kv_descale must be"]),
+    (lambda c, t: mla_gather_cache(c[..., :63], t[:, None], t, t, kv_lora_rank=64), ["rope columns of kv_cache must be .*, got -1"]),
     (lambda c, t: mla_gather_cache(c, t[None], t, t, kv_lora_rank=60), ["latent columns", "block_table must be"]),
     (lambda c, t: mla_gather_cache(c, t[:, None], t, t, kv_lora_rank=64, out=torch.zeros(3, 80)), ["out must be a pair"]),
 ])  # fmt: skip

@@ -170,6 +170,15 @@ def test_bad_input_is_named(device, changes, words):
         error.match(word)
 
 
+def test_every_reason_at_once(device):
+    layer = Layer(MIXED)
+    router = layer.router(device)
+    plan = router.plan(layer.batch.query_lens, layer.batch.seq_lens, layer.cache.table.to(device))
+    functions = {"absorb": layer.absorb, "up_project": layer.up_project, "up_project_v": None}
+    with pytest.raises(ValueError, match=r"up_project_v must be callable.*q must be a tensor.*out must be.*v must have 3 dim.*kv_cache must have 3 dim"):
+        router.run(plan, None, layer.k.to(device), layer.v[0].to(device), layer.cache.clean[0].to(device), out=layer.v.int().to(device), **functions)
+
+
 def test_what_is_no_plan_is_refused(device):
     layer = Layer(MIXED)
     functions = {"absorb": layer.absorb, "up_project": layer.up_project, "up_project_v": layer.up_project_v}

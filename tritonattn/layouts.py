@@ -125,27 +125,24 @@ def allocate(
     """
     v_head_size = head_size if v_head_size is None else v_head_size
     device = device_of(device)
-    sizes = {"block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size, "v_head_size": v_head_size}
-    types = [
-        f"{name} must be an int, got {type(n).__name__}"
-        for name, n in ({"num_blocks": num_blocks} | sizes).items() if isinstance(n, bool) or not hasattr(n, "__index__")
-    ]  # fmt: skip
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size, "v_head_size": v_head_size}
+    whole = {name: n for name, n in sizes.items() if hasattr(n, "__index__") and not isinstance(n, bool)}
+    types = [f"{name} must be an int, got {type(n).__name__}" for name, n in sizes.items() if name not in whole]
     if not isinstance(dtype, torch.dtype):
         types.append(f"dtype must be a torch.dtype, got {dtype!r}")
-    if types:
-        raise TypeError("; ".join(types))
-    x = pack_width(dtype)
-    reasons = [f"{name} must be at least 1, got {n}" for name, n in sizes.items() if n < 1]
-    if num_blocks < 0:
-        reasons.append(f"num_blocks must be at least 0, got {num_blocks}")
-    if kv_layout == "preshuffled":
-        reasons += unpackable(block_size, head_size, dtype)
-    if kv_layout == "latent" and num_kv_heads != 1:
+    least = {name: 0 if name == "num_blocks" else 1 for name in whole}
+    reasons = [f"{name} must be at least {least[name]}, got {n}" for name, n in whole.items() if n < least[name]]
+    if kv_layout not in LAYOUTS:
+        reasons.append(f"kv_layout must be one of {', '.join(LAYOUTS)}, got {kv_layout!r}")
+    if kv_layout == "preshuffled" and isinstance(dtype, torch.dtype):
+        reasons += unpackable(whole.get("block_size", 0), whole.get("head_size", 0), dtype)
+    if kv_layout == "latent" and whole.get("num_kv_heads", 1) != 1:
         reasons.append(f"num_kv_heads must be 1 for the latent layout, got {num_kv_heads}")
-    if kv_layout == "latent" and v_head_size > head_size:
+    if kv_layout == "latent" and {"head_size", "v_head_size"} <= set(whole) and v_head_size > head_size:
         reasons.append(f"v_head_size must be at most head_size {head_size} for the latent layout, got {v_head_size}")
-    if reasons:
-        raise ValueError("; ".join(reasons))
+    if types or reasons:
+        raise (ValueError if reasons else TypeError)("; ".join(types + reasons))
+    x = pack_width(dtype)
     k_shape, v_shape = shapes(kv_layout, num_blocks, block_size, num_kv_heads, head_size, v_head_size, x)
     k_cache = torch.empty(k_shape, dtype=dtype, device=device)
     if kv_layout == "latent":
@@ -160,18 +157,23 @@ def unpackable(block_size: int, head_size: int, dtype: torch.dtype) -> list[str]
     return [f"{name} must be a multiple of {x} (16 bytes of {dtype}), got {size}" for name, size in sizes.items() if size % x]
 
 
+def wrong_ranks(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> list[str]:
+    """Which of these have another number of dimensions than a cache of this layout; what is no tensor has none."""
+    rank, reasons = {"preshuffled": 5, "latent": 3}.get(kv_layout, 4), []
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if isinstance(cache, Tensor) and cache.ndim != rank:
+            reasons.append(f"{name} must have {rank} dimensions in the {kv_layout} layout, got {list(cache.shape)}")
+    return reasons
+
+
 def refusals(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> list[str]:
     """Every reason why the two tensors are not a cache of this layout; empty when they are."""
     if kv_layout not in LAYOUTS:
         return [f"kv_layout must be one of {', '.join(LAYOUTS)}, got {kv_layout!r}"]
-    reasons = []
-    k_shape, v_shape = k_cache.shape, v_cache.shape
-    rank = {"preshuffled": 5, "latent": 3}.get(kv_layout, 4)
-    for name, shape in (("k_cache", k_shape), ("v_cache", v_shape)):
-        if len(shape) != rank:
-            reasons.append(f"{name} must have {rank} dimensions in the {kv_layout} layout, got {list(shape)}")
+    reasons = wrong_ranks(k_cache, v_cache, kv_layout)
     if reasons:
         return reasons
+    k_shape, v_shape = k_cache.shape, v_cache.shape
     k_strides, v_strides = k_cache.stride(), v_cache.stride()
     if k_cache.dtype != v_cache.dtype:
         reasons.append(f"v_cache must be {k_cache.dtype} like k_cache, got {v_cache.dtype}")

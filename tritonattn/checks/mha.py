@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from tritonattn import layouts
-from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, FP32, INT32, INTS, Reasons
+from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, FP32, INT32, INTS, UNKNOWN, Reasons, dtype_of, plus, same_as
 from tritonattn.layouts import CacheView
 from tritonattn.plan import bounded
-from tritonattn.problem import AttnParams, AttnProblem, default_scale
+from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, default_scale
 
 
 def problem_of(
@@ -35,25 +36,20 @@ def check_prefill(
     reasons.options(causal, window_size, softcap, softmax_scale)
     reasons.integer("max_seqlen_q", max_seqlen_q, 0)
     reasons.integer("max_seqlen_k", max_seqlen_k, 0)
-    reasons.rows("q", q, 3, FLOATS_AND_FP8)
-    same = (q.dtype,) if isinstance(q, Tensor) else FLOATS_AND_FP8
-    reasons.rows("k", k, 3, same)
-    reasons.rows("v", v, 3, same)
-    reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
-    reasons.rows("cu_seqlens_k", cu_seqlens_k, 1, INT32)
-    reasons.stop()
-    _, num_q_heads, head_size = q.shape
-    num_keys, num_kv_heads, _ = k.shape
-    v_head_size = v.shape[2]
+    tokens, num_q_heads, head_size = reasons.rows("q", q, 3, FLOATS_AND_FP8)
+    same = same_as(q, FLOATS_AND_FP8)
+    num_keys, num_kv_heads, _ = reasons.rows("k", k, 3, same)
+    _, _, v_head_size = reasons.rows("v", v, 3, same)
+    (ends_q,) = reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
+    (ends_k,) = reasons.rows("cu_seqlens_k", cu_seqlens_k, 1, INT32)
     reasons.heads(num_q_heads, num_kv_heads, head_size, v_head_size)
     reasons.shape("k", k, (-1, -1, head_size))
     reasons.shape("v", v, (num_keys, num_kv_heads, -1))
-    if len(cu_seqlens_q) < 1 or len(cu_seqlens_k) != len(cu_seqlens_q):
-        got = f"{len(cu_seqlens_q)} and {len(cu_seqlens_k)}"
-        reasons.values.append(f"cu_seqlens_q and cu_seqlens_k must both be [B + 1], got lengths {got}")
-    reasons.hardware(q.dtype)
+    if UNKNOWN not in (ends_q, ends_k) and (ends_q < 1 or ends_k != ends_q):
+        reasons.values.append(f"cu_seqlens_q and cu_seqlens_k must both be [B + 1], got lengths {ends_q} and {ends_k}")
+    reasons.hardware(dtype_of(q))
     params = _attention_options(
-        reasons, q, num_kv_heads, v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks,
+        reasons, (tokens, num_q_heads, head_size), num_kv_heads, v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks,
         q_descale, k_descale, v_descale, out,
     )  # fmt: skip
     return problem_of(q, num_kv_heads, v_head_size, q.dtype, "dense", 0, params), params
@@ -67,22 +63,21 @@ def check_extend(
     reasons = Reasons("extend_attention", q)
     reasons.options(causal, window_size, softcap, softmax_scale)
     reasons.integer("max_seqlen_q", max_seqlen_q, 0)
-    reasons.integer("max_context_len", max_context_len, 0)
+    longest = reasons.integer("max_context_len", max_context_len, 0)
     reasons.integer("chunk_tokens", chunk_tokens, 1)
-    reasons.rows("q", q, 3, FLOATS)
+    sizes = reasons.rows("q", q, 3, FLOATS)
     new_tokens(reasons, q, k, v)
     reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
-    reasons.rows("context_lens", context_lens, 1, INT32)
-    reasons.rows("block_table", block_table, 2, INT32)
-    reasons.cache(k_cache, v_cache, kv_layout)
-    reasons.stop()
-    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
-    _against_cache(reasons, q, k, v, cache)
-    batch = len(context_lens)
-    reasons.shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
-    reasons.table(block_table, batch, max_context_len)
+    (batch,) = reasons.rows("context_lens", context_lens, 1, INT32)
+    reasons.shape("cu_seqlens_q", cu_seqlens_q, (plus(batch, 1),))
+    reasons.table(block_table, batch, longest)
+    cache = reasons.cache(k_cache, v_cache, kv_layout)
+    _against_cache(reasons, q, sizes, k_cache, cache)
+    if k is not None:
+        reasons.shape("k", k, (sizes[0], cache.num_kv_heads, cache.head_size))
+        reasons.shape("v", v, (sizes[0], cache.num_kv_heads, cache.v_head_size))
     params = _attention_options(
-        reasons, q, cache.num_kv_heads, cache.v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        reasons, sizes, cache.num_kv_heads, cache.v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes,
         sinks, None, k_descale, v_descale, out,
     )  # fmt: skip
     problem = problem_of(q, cache.num_kv_heads, cache.v_head_size, k_cache.dtype, cache.kind, cache.block_size, params)
@@ -96,23 +91,17 @@ def check_decode(
     """Arguments of `decode_attention`."""
     reasons = Reasons("decode_attention", q)
     reasons.options(causal, window_size, softcap, softmax_scale)
-    reasons.integer("max_seqlen_k", max_seqlen_k, 0)
-    reasons.integer("max_seqlen_q", max_seqlen_q, 1)
+    longest = reasons.integer("max_seqlen_k", max_seqlen_k, 0)
+    most = reasons.integer("max_seqlen_q", max_seqlen_q, 1)
     reasons.integer("num_splits", num_splits, 0)
-    reasons.rows("q", q, 3, FLOATS_AND_FP8)
-    reasons.rows("seqused_k", seqused_k, 1, INT32)
-    reasons.rows("block_table", block_table, 2, INT32)
-    if cu_seqlens_q is not None:
-        reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
-    reasons.cache(k_cache, v_cache, kv_layout)
-    reasons.stop()
-    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
-    _against_cache(reasons, q, None, None, cache)
-    batch = len(seqused_k)
-    reasons.table(block_table, batch, max_seqlen_k)
-    query_rows(reasons, "q", q.shape[0], cu_seqlens_q, batch, max_seqlen_q)
+    sizes = reasons.rows("q", q, 3, FLOATS_AND_FP8)
+    (batch,) = reasons.rows("seqused_k", seqused_k, 1, INT32)
+    reasons.table(block_table, batch, longest)
+    query_rows(reasons, "q", sizes[0], cu_seqlens_q, batch, most)
+    cache = reasons.cache(k_cache, v_cache, kv_layout)
+    _against_cache(reasons, q, sizes, k_cache, cache)
     params = _attention_options(
-        reasons, q, cache.num_kv_heads, cache.v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes,
+        reasons, sizes, cache.num_kv_heads, cache.v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes,
         sinks, q_descale, k_descale, v_descale, out,
     )  # fmt: skip
     problem = problem_of(q, cache.num_kv_heads, cache.v_head_size, k_cache.dtype, cache.kind, cache.block_size, params)
@@ -122,16 +111,18 @@ def check_decode(
 def query_rows(reasons: Reasons, name: str, tokens: int, cu_seqlens_q, batch: int, max_seqlen_q: int) -> None:
     """Query tokens of a decode call: divided by ``cu_seqlens_q``, or ``max_seqlen_q`` for each sequence."""
     if cu_seqlens_q is not None:
-        reasons.shape("cu_seqlens_q", cu_seqlens_q, (batch + 1,))
-    elif not reasons.types and tokens < batch * max_seqlen_q:
+        reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
+        reasons.shape("cu_seqlens_q", cu_seqlens_q, (plus(batch, 1),))
+    elif UNKNOWN not in (tokens, batch, max_seqlen_q) and tokens < batch * max_seqlen_q:
         need = f"{batch} sequences of max_seqlen_q {max_seqlen_q} tokens"
         reasons.values.append(f"{name} must hold {need} where cu_seqlens_q is None, got {tokens} tokens")
 
 
-def cache_dtype(reasons: Reasons, name: str, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+def cache_dtype(reasons: Reasons, name: str, beside: str, tensor: Tensor, cache: Tensor) -> None:
     """The cache has the dtype of what is read or written beside it, or it is an 8-bit float of this hardware."""
-    if dtype is not kv_dtype and (kv_dtype.itemsize > 1 or dtype.itemsize == 1):
-        need = f"{dtype}" if dtype.itemsize == 1 else f"{dtype} like q, or an 8-bit float"
+    dtype, kv_dtype = dtype_of(tensor), dtype_of(cache)
+    if dtype is not kv_dtype and dtype in FLOATS_AND_FP8 and kv_dtype in FLOATS_AND_FP8 and (dtype in FP8_DTYPES or kv_dtype not in FP8_DTYPES):
+        need = f"{dtype}" if dtype in FP8_DTYPES else f"{dtype} like {beside}, or an 8-bit float"
         reasons.types.append(f"{name} must be {need}, got {kv_dtype}")
     reasons.hardware(kv_dtype)
 
@@ -140,31 +131,26 @@ def new_tokens(reasons: Reasons, q, k, v) -> None:
     """New keys and values of q's dtype, or both None: then they are in the cache."""
     if (k is None) != (v is None):
         reasons.types.append(f"k and v must both be tensors or both be None, got {type(k).__name__} and {type(v).__name__}")
-        reasons.unusable = True
-    elif k is not None:
-        same = (q.dtype,) if isinstance(q, Tensor) else FLOATS
-        reasons.rows("k", k, 3, same)
-        reasons.rows("v", v, 3, same)
+    for name, new in (("k", k), ("v", v)):
+        if new is not None:
+            reasons.rows(name, new, 3, same_as(q, FLOATS))
 
 
-def _against_cache(reasons: Reasons, q: Tensor, k: Tensor | None, v: Tensor | None, cache: CacheView) -> None:
-    """The query (and the new tokens) beside the cache: heads, head sizes, dtypes, hardware."""
-    tokens, num_q_heads, head_size = q.shape
+def _against_cache(reasons: Reasons, q: Tensor, sizes: Sequence[int], k_cache: Tensor, cache: CacheView) -> None:
+    """The query beside the cache: heads, head sizes, dtypes, hardware."""
+    _, num_q_heads, head_size = sizes
     reasons.heads(num_q_heads, cache.num_kv_heads, cache.head_size, cache.v_head_size)
-    if head_size != cache.head_size:
+    if UNKNOWN not in (head_size, cache.head_size) and head_size != cache.head_size:
         reasons.values.append(f"q must be [.., .., {cache.head_size}] like k_cache, got {list(q.shape)}")
-    if k is not None and v is not None:
-        reasons.shape("k", k, (tokens, cache.num_kv_heads, cache.head_size))
-        reasons.shape("v", v, (tokens, cache.num_kv_heads, cache.v_head_size))
-    cache_dtype(reasons, "k_cache", q.dtype, cache.k.dtype)
+    cache_dtype(reasons, "k_cache", "q", q, k_cache)
 
 
 def _attention_options(
-    reasons: Reasons, q, num_kv_heads, v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks,
+    reasons: Reasons, sizes, num_kv_heads, v_head_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks,
     q_descale, k_descale, v_descale, out,
 ) -> AttnParams:  # fmt: skip
     """The last checks: options that are tensors, and the result. Raises, or gives all options as one value."""
-    tokens, num_q_heads, head_size = q.shape
+    tokens, num_q_heads, head_size = sizes
     if alibi_slopes is not None:
         reasons.per_head("alibi_slopes", alibi_slopes, num_q_heads)
     if sinks is not None:
@@ -190,12 +176,10 @@ def _attention_options(
 def check_merge(out_a, lse_a, out_b, lse_b, *, out) -> None:
     """Arguments of `merge_attn_states`."""
     reasons = Reasons("merge_attn_states", out_a)
-    reasons.rows("out_a", out_a, 3, FLOATS)
-    reasons.rows("out_b", out_b, 3, (out_a.dtype,) if isinstance(out_a, Tensor) else FLOATS)
+    tokens, heads, size = reasons.rows("out_a", out_a, 3, FLOATS)
+    reasons.rows("out_b", out_b, 3, same_as(out_a, FLOATS))
     reasons.rows("lse_a", lse_a, 2, FP32)
     reasons.rows("lse_b", lse_b, 2, FP32)
-    reasons.stop()
-    tokens, heads, size = out_a.shape
     reasons.shape("out_b", out_b, (tokens, heads, size))
     reasons.shape("lse_a", lse_a, (heads, tokens))
     reasons.shape("lse_b", lse_b, (heads, tokens))
@@ -207,55 +191,59 @@ def check_merge(out_a, lse_a, out_b, lse_b, *, out) -> None:
 def check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, *, kv_layout, k_descale, v_descale) -> CacheView:
     """Arguments of `reshape_and_cache`. ``slot_mapping`` may be shorter than ``key``: the rest is padding."""
     reasons = Reasons("reshape_and_cache", key)
-    reasons.rows("key", key, 3, FLOATS)
-    reasons.rows("value", value, 3, (key.dtype,) if isinstance(key, Tensor) else FLOATS)
-    reasons.rows("slot_mapping", slot_mapping, 1, INTS)
-    reasons.cache(k_cache, v_cache, kv_layout)
+    tokens, _, _ = reasons.rows("key", key, 3, FLOATS)
+    reasons.rows("value", value, 3, same_as(key, FLOATS))
+    slots(reasons, slot_mapping, "key", tokens)
+    cache = reasons.cache(k_cache, v_cache, kv_layout)
     reasons.written("k_cache", k_cache)
     reasons.written("v_cache", v_cache)
-    reasons.stop()
-    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
-    tokens = key.shape[0]
     reasons.shape("key", key, (-1, cache.num_kv_heads, cache.head_size))
     reasons.shape("value", value, (tokens, cache.num_kv_heads, cache.v_head_size))
-    if len(slot_mapping) > tokens:
-        reasons.values.append(f"slot_mapping must be at most as long as key, {tokens} tokens, got {len(slot_mapping)}")
-    kv_dtype = k_cache.dtype
-    if kv_dtype is not key.dtype and kv_dtype.itemsize > 1:
-        reasons.types.append(f"k_cache must be {key.dtype} like key, or an 8-bit float, got {kv_dtype}")
+    cache_dtype(reasons, "k_cache", "key", key, k_cache)
     reasons.descale("k_descale", k_descale, cache.num_kv_heads)
     reasons.descale("v_descale", v_descale, cache.num_kv_heads)
-    reasons.hardware(kv_dtype)
     reasons.done()
     return cache
+
+
+def slots(reasons: Reasons, slot_mapping: Tensor, name: str, tokens: int) -> None:
+    """Where the tokens of a write go, as far as they are no padding."""
+    (count,) = reasons.rows("slot_mapping", slot_mapping, 1, INTS)
+    if count > tokens != UNKNOWN:
+        reasons.values.append(f"slot_mapping must be at most as long as {name}, {tokens} tokens, got {count}")
 
 
 def check_gather(k_cache, v_cache, block_table, starts, lengths, *, kv_layout, k_descale, v_descale, out) -> CacheView:
     """Arguments of `gather_cache`; ``out`` is a pair ``[n, Hkv, D]``, ``[n, Hkv, Dv]`` or None."""
     reasons = Reasons("gather_cache", k_cache)
-    reasons.rows("block_table", block_table, 2, INT32)
-    reasons.rows("starts", starts, 1, INT32)
-    reasons.rows("lengths", lengths, 1, INT32)
-    reasons.cache(k_cache, v_cache, kv_layout)
+    spans(reasons, block_table, starts, lengths)
+    cache = reasons.cache(k_cache, v_cache, kv_layout)
+    heads = cache.num_kv_heads
     if out is not None:
-        if not isinstance(out, tuple | list) or len(out) != 2:
-            reasons.types.append(f"out must be a pair (k, v) of tensors, got {type(out).__name__}")
-            reasons.unusable = True
-        else:
-            reasons.rows("out[0]", out[0], 3, FLOATS)
-            reasons.rows("out[1]", out[1], 3, FLOATS)
-            reasons.written("out[0]", out[0])
-            reasons.written("out[1]", out[1])
-    reasons.stop()
-    cache = layouts.view_unchecked(k_cache, v_cache, kv_layout)
-    batch = len(starts)
-    reasons.shape("lengths", lengths, (batch,))
-    reasons.shape("block_table", block_table, (batch, -1))
-    if out is not None:
-        reasons.shape("out[0]", out[0], (-1, cache.num_kv_heads, cache.head_size))
-        reasons.shape("out[1]", out[1], (out[0].shape[0], cache.num_kv_heads, cache.v_head_size))
-    reasons.descale("k_descale", k_descale, cache.num_kv_heads)
-    reasons.descale("v_descale", v_descale, cache.num_kv_heads)
-    reasons.hardware(k_cache.dtype)
+        gathered(reasons, out, "(k, v)", (heads, cache.head_size), (heads, cache.v_head_size))
+    reasons.descale("k_descale", k_descale, heads)
+    reasons.descale("v_descale", v_descale, heads)
+    reasons.hardware(dtype_of(k_cache))
     reasons.done()
     return cache
+
+
+def spans(reasons: Reasons, block_table: Tensor, starts: Tensor, lengths: Tensor) -> None:
+    """What is gathered of each sequence."""
+    (batch,) = reasons.rows("starts", starts, 1, INT32)
+    reasons.rows("lengths", lengths, 1, INT32)
+    reasons.shape("lengths", lengths, (batch,))
+    reasons.table(block_table, batch, 0)
+
+
+def gathered(reasons: Reasons, out, names: str, first: tuple[int, ...], second: tuple[int, ...]) -> None:
+    """A pair of tensors that rows of these shapes go to."""
+    if not isinstance(out, tuple | list) or len(out) != 2:
+        reasons.types.append(f"out must be a pair {names} of tensors, got {type(out).__name__}")
+        return
+    rows, *_ = reasons.rows("out[0]", out[0], 1 + len(first), FLOATS)
+    reasons.rows("out[1]", out[1], 1 + len(second), FLOATS)
+    reasons.shape("out[0]", out[0], (-1, *first))
+    reasons.shape("out[1]", out[1], (rows, *second))
+    reasons.written("out[0]", out[0])
+    reasons.written("out[1]", out[1])

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tritonattn import layouts
+from tritonattn.layouts import CacheView
 from tritonattn.problem import FP8_DTYPES
 from tritonattn.tuning.arch import detect
 from tritonattn.where import device_of
@@ -29,30 +30,31 @@ MAX_INT32 = (1 << 31) - 1
 MIN_HEAD_SIZE, MAX_HEAD_SIZE, HEAD_SIZE_STEP = 32, 256, 8
 
 
-class Reasons:
-    """Collects what is wrong with a call; `stop` and `done` raise it as one error. All tensors must be where the first one is."""
+UNKNOWN = -1
+"""A size that cannot be told, since what has it is not what it must be: that is a reason already, and the size agrees with any other."""
+UNKNOWN_CACHE = CacheView(*(torch.empty(0, device="meta"),) * 2, "", "", *(UNKNOWN,) * 12)
 
-    __slots__ = ("device", "op", "types", "unusable", "values")
+
+class Reasons:
+    """Collects what is wrong with a call; `done` raises it as one error. All tensors must be where the first one is.
+
+    A check gives back the sizes that others are compared with, or `UNKNOWN`: so one reason does not hide those that do not follow from it.
+    """
+
+    __slots__ = ("device", "op", "types", "values")
 
     def __init__(self, op: str, first: Tensor | None, device: torch.device | None = None) -> None:
         self.op = op
         self.device = first.device if isinstance(first, Tensor) else device
         self.types: list[str] = []
         self.values: list[str] = []
-        self.unusable = False
-        """Something has the wrong Python type or rank, so that its sizes cannot be discussed."""
 
     def done(self) -> None:
         """Raise if there is any reason."""
         if self.types or self.values:
-            self._raise()
+            self.refuse()
 
-    def stop(self) -> None:
-        """Raise if what was found makes the remaining checks meaningless."""
-        if self.unusable:
-            self._raise()
-
-    def _raise(self) -> NoReturn:
+    def refuse(self) -> NoReturn:
         error = ValueError if self.values else TypeError
         raise error(f"{self.op}: " + "; ".join(self.types + self.values))
 
@@ -68,25 +70,31 @@ class Reasons:
 
     # -- tensors --------------------------------------------------------------------------------------------------
 
-    def tensor(self, name: str, tensor: Tensor, rank: int, dtypes: Sequence[torch.dtype]) -> None:
-        """A tensor of this rank, one of these dtypes, on this device."""
+    def tensor(self, name: str, tensor: Tensor, rank: int, dtypes: Sequence[torch.dtype]) -> Sequence[int]:
+        """A tensor of this rank, one of these dtypes, on this device. Its shape."""
         if not isinstance(tensor, Tensor):
-            self.unusable = True
             self.types.append(f"{name} must be a tensor, got {type(tensor).__name__}")
-            return
-        if tensor.ndim != rank:
-            self.unusable = True
-            self.values.append(f"{name} must have {rank} dimension{'s' * (rank > 1)}, got shape {list(tensor.shape)}")
+            return (UNKNOWN,) * rank
         if tensor.dtype not in dtypes:
             self.types.append(f"{name} must be {either(dtypes)}, got {tensor.dtype}")
+        self.here(name, tensor)
+        shape = tensor.shape
+        if len(shape) == rank:
+            return shape
+        self.values.append(f"{name} must have {rank} dimension{'s' * (rank > 1)}, got shape {list(shape)}")
+        return (UNKNOWN,) * rank
+
+    def here(self, name: str, tensor: Tensor) -> None:
+        """A tensor on this device."""
         if tensor.device != self.device and self.device is not None:
             self.values.append(f"{name} must be on {self.device}, got {tensor.device}")
 
-    def rows(self, name: str, tensor: Tensor, rank: int, dtypes: Sequence[torch.dtype]) -> None:
+    def rows(self, name: str, tensor: Tensor, rank: int, dtypes: Sequence[torch.dtype]) -> Sequence[int]:
         """As `tensor`, with a unit last stride."""
-        self.tensor(name, tensor, rank, dtypes)
+        shape = self.tensor(name, tensor, rank, dtypes)
         if isinstance(tensor, Tensor) and tensor.ndim and tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
             self.values.append(f"{name} must have a last stride of 1, got strides {list(tensor.stride())}")
+        return shape
 
     def written(self, name: str, tensor: Tensor) -> None:
         """A tensor that the op writes: of two programs that write one element, either may come last."""
@@ -95,36 +103,38 @@ class Reasons:
             self.values.append(f"{name} must have each element at a place of its own, got {got}")
 
     def shape(self, name: str, tensor: Tensor, need: tuple[int, ...]) -> None:
-        """The shape of a tensor; -1 stands for any size."""
-        shape = tensor.shape
-        if shape == need:
+        """The shape of a tensor; a negative number stands for any size. What is no tensor of this rank was named before."""
+        if not isinstance(tensor, Tensor) or tensor.shape == need:
             return
-        if any(n >= 0 and n != size for n, size in zip(need, shape, strict=True)):
+        shape = tensor.shape
+        if len(shape) == len(need) and any(n >= 0 and n != size for n, size in zip(need, shape, strict=True)):
             wanted = ", ".join(".." if n < 0 else str(n) for n in need)
             self.values.append(f"{name} must be [{wanted}], got {list(shape)}")
 
-    def cache(self, k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> None:
-        """A pair of caches of this layout, of a dtype that the hardware has."""
+    def cache(self, k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> CacheView:
+        """A pair of caches of this layout, and how they are seen."""
+        whole = True
         for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
             if not isinstance(cache, Tensor):
-                self.unusable = True
+                whole = False
                 self.types.append(f"{name} must be a tensor, got {type(cache).__name__}")
                 continue
             if cache.dtype not in FLOATS_AND_FP8:
                 self.types.append(f"{name} must be {either(FLOATS)} or an 8-bit float, got {cache.dtype}")
-            if cache.device != self.device and self.device is not None:
-                self.values.append(f"{name} must be on {self.device}, got {cache.device}")
+            self.here(name, cache)
         if kv_layout not in layouts.PAGED_LAYOUTS:
-            self.unusable = True
             self.values.append(f"kv_layout must be one of {', '.join(layouts.PAGED_LAYOUTS)}, got {kv_layout!r}")
-        self.stop()
-        refusals = layouts.refusals(k_cache, v_cache, kv_layout)
-        if refusals:
-            self.unusable = True
+        elif whole:
+            refusals = layouts.refusals(k_cache, v_cache, kv_layout)
+            if not refusals:
+                return layouts.view_unchecked(k_cache, v_cache, kv_layout)
             self.values += refusals
+        else:
+            self.values += layouts.wrong_ranks(k_cache, v_cache, kv_layout)
+        return UNKNOWN_CACHE
 
-    def hardware(self, *dtypes: torch.dtype) -> None:
-        """The device runs kernels and has these 8-bit floats."""
+    def hardware(self, *dtypes: torch.dtype | None) -> None:
+        """The device runs kernels and has these 8-bit floats; None: a dtype that is not known."""
         device = self.device
         if device is None:
             return
@@ -134,7 +144,7 @@ class Reasons:
         if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1" and detect(device).simulated:
             self.values.append("tensors must be on a GPU, got cpu (TRITON_INTERPRET=1 runs the kernels there, slowly)")
         for dtype in dtypes:
-            if dtype.itemsize == 1:
+            if dtype in FP8_DTYPES:
                 arch = detect(device)
                 name = str(dtype).removeprefix("torch.")
                 if name not in arch.fp8_types:
@@ -142,16 +152,17 @@ class Reasons:
 
     # -- numbers --------------------------------------------------------------------------------------------------
 
-    def integer(self, name: str, value: int, least: int) -> None:
+    def integer(self, name: str, value: int, least: int) -> int:
         """A host integer, at least ``least``."""
         if type(value) is int:
             if value >= least:
-                return
+                return value
             self.values.append(f"{name} must be at least {least}, got {value}")
         elif isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
             self.types.append(f"{name} must be an int on the host, got {type(value).__name__}")
         else:
-            self.integer(name, value.__index__(), least)
+            return self.integer(name, value.__index__(), least)
+        return UNKNOWN
 
     def flag(self, name: str, value: bool) -> None:
         if type(value) is not bool:
@@ -166,12 +177,13 @@ class Reasons:
 
     def table(self, block_table: Tensor, batch: int, longest: int) -> None:
         """[batch, blocks]; ``longest``: most cached tokens of a request, as far as the host knows."""
+        _, blocks = self.rows("block_table", block_table, 2, INT32)
         self.shape("block_table", block_table, (batch, -1))
-        if batch and type(longest) is int and longest > 0 and block_table.shape[1] == 0:
+        if batch and longest > 0 and blocks == 0:
             self.values.append(f"block_table must have a column at least where up to {longest} tokens are cached, got shape {list(block_table.shape)}")
 
-    def lengths(self, name: str, values: Sequence[int] | Ints) -> Ints:
-        """Host integers, one per request, as int32."""
+    def lengths(self, name: str, values: Sequence[int] | Ints) -> Ints | None:
+        """Host integers, one per request, as int32; None where they are none."""
         if (type(values) is list or type(values) is tuple) and values and type(values[0]) is int:
             with suppress(TypeError, OverflowError):  # what it does not take is named below
                 # Of a list and as unsigned numbers: a quarter of the time of `asarray`.
@@ -180,26 +192,23 @@ class Reasons:
                     return lengths
         if isinstance(values, Tensor) and values.is_cuda:
             self.types.append(f"{name} must be on the host, got a tensor on {values.device}")
-            self.unusable = True
-            return np.zeros(0, np.int32)
+            return None
         try:
             lengths = np.asarray(values)
         except ValueError:  # sequences of different lengths
             self.types.append(f"{name} must be a sequence of integers, got {values!r:.80}")
-            self.unusable = True
-            return np.zeros(0, np.int32)
+            return None
         if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and lengths.size):
             self.types.append(f"{name} must be a sequence of integers, got {lengths.dtype} of shape {list(lengths.shape)}")
-            self.unusable = True
-            return np.zeros(0, np.int32)
+            return None
         if lengths.itemsize > 4 and lengths.size:
             most, least = lengths.item(lengths.argmax()), lengths.item(lengths.argmin())  # a quarter of the time of `max` and `min`
             if most > MAX_INT32:
                 self.values.append(f"{name} must be at most {MAX_INT32}, got {most}")
-                self.unusable = True
+                return None
             elif least < -MAX_INT32:  # would wrap; the others are named one by one
                 self.values.append(f"{name} must be at least 0, got {least}")
-                self.unusable = True
+                return None
         return lengths.astype(np.int32)  # a copy, since a plan outlives the call
 
     def each(self, need: str, values: Ints, wrong: NDArray[np.bool_]) -> None:
@@ -227,10 +236,8 @@ class Reasons:
         """``[heads]``, contiguous, or None."""
         if tensor is None:
             return
-        before = self.unusable
         self.rows(name, tensor, 1, FLOATS)
-        if self.unusable is before:
-            self.shape(name, tensor, (heads,))
+        self.shape(name, tensor, (heads,))
 
     def descale(self, name: str, value: float | Tensor | None, heads: int) -> None:
         """A number, a tensor of one element, or ``[heads]``; fp32."""
@@ -241,17 +248,16 @@ class Reasons:
             return
         if value.dtype != torch.float32:
             self.types.append(f"{name} must be torch.float32, got {value.dtype}")
-        if value.device != self.device:
-            self.values.append(f"{name} must be on {self.device}, got {value.device}")
-        if value.numel() != 1 and (value.shape != (heads,) or value.stride(0) != 1):
+        self.here(name, value)
+        if value.numel() != 1 and heads != UNKNOWN and (value.shape != (heads,) or value.stride(0) != 1):
             self.values.append(f"{name} must have 1 element or be [{heads}], contiguous, got {list(value.shape)}")
 
     def heads(self, num_q_heads: int, num_kv_heads: int, head_size: int, v_head_size: int) -> None:
         """The GQA ratio and the head sizes that the MHA kernels take."""
-        if num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads:
+        if UNKNOWN not in (num_q_heads, num_kv_heads) and (num_kv_heads < 1 or num_q_heads < 1 or num_q_heads % num_kv_heads):
             self.values.append(f"query heads must be a multiple of KV heads, got {num_q_heads} and {num_kv_heads}")
         for name, size in (("head size of q and k", head_size), ("head size of v", v_head_size)):
-            if size % HEAD_SIZE_STEP or not MIN_HEAD_SIZE <= size <= MAX_HEAD_SIZE:
+            if size != UNKNOWN and (size % HEAD_SIZE_STEP or not MIN_HEAD_SIZE <= size <= MAX_HEAD_SIZE):
                 need = f"a multiple of {HEAD_SIZE_STEP} from {MIN_HEAD_SIZE} to {MAX_HEAD_SIZE}"
                 self.values.append(f"{name} must be {need}, got {size}")
 
@@ -259,11 +265,24 @@ class Reasons:
         """A buffer for the result, or None."""
         if out is None:
             return
-        before = self.unusable
         self.rows("out", out, len(shape), FLOATS)
         self.written("out", out)
-        if self.unusable is before:
-            self.shape("out", out, shape)
+        self.shape("out", out, shape)
+
+
+def plus(a: int, b: int) -> int:
+    """The sum of two sizes, if both are known."""
+    return UNKNOWN if UNKNOWN in (a, b) else a + b
+
+
+def dtype_of(tensor: Tensor) -> torch.dtype | None:
+    """None of what is no tensor."""
+    return tensor.dtype if isinstance(tensor, Tensor) else None
+
+
+def same_as(tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Sequence[torch.dtype]:
+    """The dtype that another tensor has, if it is one of these; else any of them."""
+    return (tensor.dtype,) if isinstance(tensor, Tensor) and tensor.dtype in dtypes else dtypes
 
 
 def overlaps(tensor: Tensor) -> bool:
