@@ -156,6 +156,8 @@ def test_attention_refuses(device, op, changes, error, text):
     ("extend_attention", {"k": floats(5, 2, 64)}, ValueError, "k must be [6, 2, 64], got [5, 2, 64]"),
     ("extend_attention", {"v": floats(6, 2, 32)}, ValueError, "v must be [6, 2, 64], got [6, 2, 32]"),
     ("extend_attention", {"chunk_tokens": 0}, ValueError, "chunk_tokens must be at least 1, got 0"),
+    ("extend_attention", {"total_context_len": -1}, ValueError, "total_context_len must be at least 0, got -1"),
+    ("extend_attention", {"total_context_len": torch.tensor(3)}, TypeError, "total_context_len must be an int on the host, got Tensor"),
     ("extend_attention", {"context_lens": ints(3)}, ValueError, "cu_seqlens_q must be [4], got [3]"),
     ("extend_attention", {"block_table": ints(3, 4)}, ValueError, "block_table must be [2, ..], got [3, 4]"),
     ("decode_attention", {"num_splits": -1}, ValueError, "num_splits must be at least 0, got -1"),

@@ -81,6 +81,21 @@ def test_a_row_that_fits_a_chunk_takes_one_pass(device, monkeypatch):
     assert seen.passes == [(extend.CHUNK, (0, 96))]  # 20 new ones and what the first of them sees, twice
 
 
+@pytest.mark.parametrize(("options", "passes"), [({}, (24, 24, 7, 7, 6)), ({"window_size": (20, 0)}, (6, 6, 6, 6, 6))], ids=["all", "window"])
+def test_a_total_spares_launches(device, monkeypatch, options, passes):
+    """One long context among short ones: without their sum, all are taken to be as long."""
+    seen = Watched(monkeypatch)
+    case = cases.extend([(3, 203), (0, 0), (5, 9), (1, 2), (0, 70), (2, 20), (17, 17)], layout="preshuffled", options=options)
+    total = int(case.args["context_lens"].sum())
+    want = case.check(device, chunk_tokens=64)
+    seen.passes.clear()
+    for told, count in zip((None, 10**9, total + 5, total, total - 70), passes, strict=True):  # 70: of the sequence without a query
+        got = case.run(device, chunk_tokens=64, total_context_len=told)
+        assert all(torch.equal(*pair) for pair in zip(got, want, strict=True))
+        assert len(seen.passes) == count
+        seen.passes.clear()
+
+
 def test_a_state_waits_for_those_alone_whose_keys_go_on(device, monkeypatch):
     seen = Watched(monkeypatch)
     case = cases.extend([(20, 60), (20, 40), (20, 100), (0, 0)])
@@ -135,6 +150,7 @@ def test_lengths_beyond_what_the_host_was_told_stay_inside(device, monkeypatch):
     monkeypatch.setattr(mha, "Fresh", cases.Guarded)
     for lens, longest in (([(9, 100), (20, 60)], 16), ([(5, 20), (40, 300)], 8)):
         case = cases.extend(lens, layout="hnd", heads=(4, 2))
-        case.run(device, "zero", max_context_len=longest)
-        assert cases.Guarded.intact()
+        for told in ({"max_context_len": longest}, {"total_context_len": longest}, {"total_context_len": 0}):
+            case.run(device, "zero", chunk_tokens=48, **told)
+            assert cases.Guarded.intact()
     cases.decode([(3, 40), (4, 60)]).run(device, "zero", max_seqlen_q=1, num_splits=4)

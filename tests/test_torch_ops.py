@@ -38,7 +38,7 @@ def calls(device):
         "decode_attention": ((q, k_cache, v_cache), {**cached, "k_descale": number, "v_descale": 0.5}),
         "extend_attention": (
             (q, new, new, k_cache, v_cache),
-            {**context, "cu_seqlens_q": ints(device, 0, 1, 2), "max_seqlen_q": 1, "window_size": (9, -1)},
+            {**context, "cu_seqlens_q": ints(device, 0, 1, 2), "max_seqlen_q": 1, "total_context_len": 27, "window_size": (9, -1)},
         ),
         "mla_decode": ((pair, latent), {**cached, "softmax_scale": 0.2, "kv_lora_rank": 32}),
         "merge_attn_states": ((q.contiguous(), lse, torch.randn_like(q), lse + 1), {}),

@@ -78,8 +78,8 @@ def flash_attn_varlen_func(
 
 def extend_attention(
     q: Tensor, k: Tensor | None, v: Tensor | None, k_cache: Tensor, v_cache: Tensor, *, cu_seqlens_q: Tensor, context_lens: Tensor,
-    block_table: Tensor, max_seqlen_q: int, max_context_len: int, kv_layout: str = "preshuffled", chunk_tokens: int = 32768,
-    softmax_scale: float | None = None, causal: bool = True, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    block_table: Tensor, max_seqlen_q: int, max_context_len: int, total_context_len: int | None = None, kv_layout: str = "preshuffled",
+    chunk_tokens: int = 32768, softmax_scale: float | None = None, causal: bool = True, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, k_descale: Scale = None, v_descale: Scale = None,
     out: Tensor | None = None, return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
@@ -89,26 +89,28 @@ def extend_attention(
     after the context.
     k_cache, v_cache: see `layouts`; the dtype of q, or fp8 with descales.
     context_lens [B]: tokens in the cache before the new ones. block_table [B, max_blocks].
-    chunk_tokens bounds the scratch (keys and values of that many tokens); it is rounded up to a multiple of 16. The host knows no length:
-    it launches a gather and a pass for each chunk of B * (max_context_len + max_seqlen_q) keys, of which those past the last one find
-    nothing to do. `Router`, which plans with the lengths, launches no more than are needed.
+    total_context_len: an upper bound of the sum of context_lens, those of sequences without a query left out; None: B * max_context_len.
+    chunk_tokens bounds the scratch (keys and values of that many tokens); it is rounded up to a multiple of 16. The host launches a
+    gather and a pass for each chunk of the keys that there may be, total_context_len and T; those past the last key find nothing to
+    do. `Router`, which plans with the lengths, launches no more than are needed.
 
     Returns out [T, Hq, Dv], and with return_lse also lse. Tokens past the last sequence get 0.
     Raises ValueError or TypeError with every reason, before any launch.
     """
     problem, cache, params = checks.check_extend(
         q, k, v, k_cache, v_cache, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table,
-        max_seqlen_q=max_seqlen_q, max_context_len=max_context_len, kv_layout=kv_layout, chunk_tokens=chunk_tokens,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+        max_seqlen_q=max_seqlen_q, max_context_len=max_context_len, total_context_len=total_context_len, kv_layout=kv_layout,
+        chunk_tokens=chunk_tokens, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
         k_descale=k_descale, v_descale=v_descale, out=out,
     )  # fmt: skip
     out, lse = _outputs(q, problem.v_head_size, out, return_lse)
     left, num_seqs = params.window_size[0], len(context_lens)
     longest = max_context_len if left < 0 else min(max_context_len, left + ROW_ALIGN)
-    # Rounded up each by itself, sequences take no more than the longest of them times their number, nor than their context and all tokens.
+    total = num_seqs * longest if total_context_len is None else min(num_seqs * longest, total_context_len)
+    # Rounded up each by itself, sequences take no more than the longest of them times their number, nor than all contexts and tokens.
     row_length = min(
         num_seqs * -(-(longest + max_seqlen_q) // ROW_ALIGN) * ROW_ALIGN,
-        (num_seqs * (longest + ROW_ALIGN - 1) + q.shape[0]) // ROW_ALIGN * ROW_ALIGN,
+        (total + num_seqs * (ROW_ALIGN - 1) + q.shape[0]) // ROW_ALIGN * ROW_ALIGN,
     )
     run_extend(
         problem, params, q, k, v, cache, out, lse, cu_seqlens_q=cu_seqlens_q, context_lens=context_lens, block_table=block_table,

@@ -20,7 +20,7 @@ from tritonattn import mha, mla
 NAMESPACE = "tritonattn"
 _library = torch.library.Library(NAMESPACE, "DEF")
 _SCHEMA_TYPES = {
-    "Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "SymInt", "bool": "bool", "float": "float", "float | None": "float?",
+    "Tensor": "Tensor", "Tensor | None": "Tensor?", "int": "SymInt", "int | None": "SymInt?", "bool": "bool", "float": "float", "float | None": "float?",
     "str": "str", "tuple[int, int]": "int[2]",
 }  # fmt: skip
 

@@ -56,14 +56,16 @@ def check_prefill(
 
 
 def check_extend(
-    q, k, v, k_cache, v_cache, *, cu_seqlens_q, context_lens, block_table, max_seqlen_q, max_context_len, kv_layout,
-    chunk_tokens, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale, out,
+    q, k, v, k_cache, v_cache, *, cu_seqlens_q, context_lens, block_table, max_seqlen_q, max_context_len, total_context_len,
+    kv_layout, chunk_tokens, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale, out,
 ) -> tuple[AttnProblem, CacheView, AttnParams]:  # fmt: skip
     """Arguments of `extend_attention`."""
     reasons = Reasons("extend_attention", q)
     reasons.options(causal, window_size, softcap, softmax_scale)
     reasons.integer("max_seqlen_q", max_seqlen_q, 0)
     longest = reasons.integer("max_context_len", max_context_len, 0)
+    if total_context_len is not None:
+        reasons.integer("total_context_len", total_context_len, 0)
     reasons.integer("chunk_tokens", chunk_tokens, 1)
     sizes = reasons.rows("q", q, 3, FLOATS)
     new_tokens(reasons, q, k, v)

@@ -76,7 +76,7 @@ class Mha(Inputs):
         args |= {
             "cu_seqlens_q": cumulative(q_lens), "context_lens": torch.tensor(contexts, dtype=torch.int32), "block_table": self.table[: len(contexts)],
             "max_seqlen_q": max(q_lens, default=0) + r["slack"], "max_context_len": max(contexts, default=0) + r["slack"], "kv_layout": r["layout"],
-            "chunk_tokens": r["chunk_tokens"], **options,
+            "total_context_len": sum(contexts) if r["total"] else None, "chunk_tokens": r["chunk_tokens"], **options,
         }  # fmt: skip
         return Call(self.op, args, verify)
 
