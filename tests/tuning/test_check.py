@@ -144,6 +144,17 @@ def test_cases_are_made_to_meet_a_row(name, kernel):
             assert when["head_size"].get("min", 0) <= case.shape.head_size <= when["head_size"].get("max", 1 << 20)
 
 
+def test_a_call_reaches_every_row_of_the_h200():
+    """Those of the other arches `make check` compiles."""
+    code = (
+        "from tritonattn.tuning import arch, check, schema, table; facts = arch.by_name('sm_90'); "
+        "[check.case_for(facts, kernel, row) for kernel in schema.tables()['properties']['kernel']['enum'] for row in table.rows(kernel, facts)]"
+    )
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_layout_names_of_a_case():
     assert str(cases.Case("decode", MODELS["gpt-oss-120b"], layout="hnd", kv_dtype="fp8", local=True)) == (
         "64/8x64, bf16, cache fp8, hnd 16, batch 4, 1 on 4096, window, sinks"

@@ -40,8 +40,8 @@ class Case:
 
     kernel: str
     shape: Model
-    dtype: str = "bf16"
-    kv_dtype: str = ""  # "": dtype; "fp8": the flavour of the arch
+    dtype: str = "bf16"  # "fp8": the flavour of the arch
+    kv_dtype: str = ""  # "": dtype
     layout: str = "dense"  # "dense", or a cache layout by its public name
     block_size: int = 16
     batch: int = 4
@@ -127,6 +127,8 @@ def meeting(case: Case, when: Mapping[str, Any], arch: Arch) -> Case:
     names = {"nhd": "plain", "hnd": "plain"}
     dtype = pick("dtype", case.dtype)
     units = shape.num_kv_heads * case.batch / arch.compute_units
+    wanted = pick("units_per_cu", units)
+    batch = wanted * arch.compute_units / shape.num_kv_heads
     return replace(
         case,
         shape=shape,
@@ -134,7 +136,7 @@ def meeting(case: Case, when: Mapping[str, Any], arch: Arch) -> Case:
         kv_dtype=pick("kv_dtype", case.kv_dtype or dtype),
         layout=layouts[pick("kv_layout", names.get(case.layout, case.layout))] if "kv_layout" in when else case.layout,
         block_size=int(pick("block_size", case.block_size)),
-        batch=max(1, -int(-pick("units_per_cu", units) * arch.compute_units // shape.num_kv_heads)),
+        batch=max(1, math.floor(batch) if wanted < units else math.ceil(batch)),
         query_len=max(1, int(pick("max_seqlen_q", -(-pick("rows", case.query_len * group) // group)))),
         kv_len=int(pick("max_seqlen_k", case.kv_len)),
         local=case.local or pick("features", "none") == "masked",
@@ -152,9 +154,10 @@ def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu", real: bo
     real: the contents are random normal numbers and every sequence has pages of its own; otherwise memory is taken as it comes.
     """
     s = case.shape
-    dtype = _DTYPES[case.dtype]
+    fp8 = getattr(torch, arch.fp8_types[0])
+    dtype = fp8 if case.dtype == "fp8" else _DTYPES[case.dtype]
     v_size = s.v_head_size or s.head_size
-    kv_dtype = getattr(torch, arch.fp8_types[0]) if case.kv_dtype == "fp8" else dtype
+    kv_dtype = fp8 if case.kv_dtype == "fp8" else dtype
     tokens = case.batch * case.query_len
 
     def new(*size, dtype=dtype):
