@@ -348,11 +348,11 @@ def compile_ahead(deployment: Deployment, arch: Arch, part: int = 0, parts: int 
     return [*seen.new, *seen.found]
 
 
-def _worker(deployment: Deployment, arch_name: str, folder: str | None, part: int, parts: int) -> list[Compilation]:
+def _worker(deployment: Deployment, arch: Arch, folder: str | None, part: int, parts: int) -> list[Compilation]:
     os.environ.pop("TRITON_INTERPRET", None)
     if folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-    return compile_ahead(deployment, by_name(arch_name), part, parts)
+    return compile_ahead(deployment, arch, part, parts)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -388,7 +388,7 @@ def run(args: argparse.Namespace) -> int:
     start, made = time.monotonic(), []
     jobs = max(1, args.jobs)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        parts = [pool.submit(_worker, deployment, args.arch or arch.name, folder, i, jobs) for i in range(jobs)]
+        parts = [pool.submit(_worker, deployment, arch, folder, i, jobs) for i in range(jobs)]
         for done in as_completed(parts):
             made += done.result()
             print(f"{len(made)} kernels ready, {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+from tritonattn.cli import main
 from tritonattn.tuning import arch
 
 
@@ -38,18 +39,36 @@ def test_partition_keeps_the_device_count():
     assert found.compute_units == 38 and found.table == "gfx942"
 
 
-def test_unknown_arch_takes_the_nearest_facts():
-    assert arch.by_name("gfx999").table == "gfx950"
-    assert arch.by_name("gfx90a").table == "gfx942"
-    assert arch.by_name("sm_100").table == "sm_90"
-    assert arch.by_name("gfx999").name == "gfx999"
-    assert arch.by_name("gfx999") is arch.by_name("gfx999")
+def test_an_unknown_gpu_takes_the_nearest_facts():
+    assert arch.nearest("gfx999").table == "gfx950"
+    assert arch.nearest("gfx90a").table == "gfx942"
+    assert arch.nearest("sm_100").table == "sm_90"
+    assert arch.nearest("gfx999").name == "gfx999"
+    assert arch.nearest("gfx999") is arch.nearest("gfx999")
+    assert arch.nearest("MI308X") is arch.by_name("MI308X")
+    assert arch._match("gfx999", 304, 192e9).compute_units == 304
 
 
 @pytest.mark.parametrize("name", ["", "gfx", "MI9000", "navi", "sm_x"])
-def test_no_gpu_by_that_name(name):
-    with pytest.raises(ValueError, match="arch must be a name like gfx942"):
+def test_what_a_gpu_never_calls_itself(name):
+    with pytest.raises(ValueError, match="arch must be one of gfx942, "):
+        arch.nearest(name)
+
+
+@pytest.mark.parametrize("name", ["", "gfx", "MI9000", "navi", "sm_x", "gfx1", "gfx999", "sm_100"])
+def test_what_a_user_names_must_be_known(name, monkeypatch, capsys):
+    known = "must be one of gfx942, gfx950, sm_90, interpreter, MI300X, MI325X, MI300A, MI308X, MI355X, MI350X, H200, H100, CPU, got"
+    with pytest.raises(ValueError, match=f"arch {known} {name!r}"):
         arch.by_name(name)
+    if name:
+        assert main(["explain", "--arch", name, "300"]) == 2
+        assert main(["check", "--arch", f"gfx942,{name}"]) == 2
+        assert main(["warmup", "--arch", name, "--model", "llama-3-8b"]) == 2
+        assert main(["tune", "--arch", name, "--offline", "--dry-run"]) == 2
+        assert capsys.readouterr().err.count(known) == 4
+        monkeypatch.setenv("TRITONATTN_ARCH", name)
+        with pytest.raises(ValueError, match=f"TRITONATTN_ARCH {known} {name!r}"):
+            arch.detect("cpu")
 
 
 def test_override(monkeypatch):

@@ -25,7 +25,7 @@ SMALL = Case("prefill", Model(2, 1, 32), query_len=16, kv_len=16)
 @pytest.mark.parametrize("name", ["gfx942", "gfx950", "sm_90", "interpreter", "gfx999"])
 @pytest.mark.parametrize("kernel", search.KERNELS)
 def test_every_candidate_could_stand_in_a_table(name, kernel):
-    facts = arch.by_name(name)
+    facts = arch.nearest(name)
     rows = [{"when": {}, "config": config, "provenance": {"kind": "default", "note": ""}} for config in search.space(kernel, facts)]
     assert len(rows) > 1
     assert schema.errors({"schema": 1, "arch": name, "kernel": kernel, "rows": rows}) == []
@@ -76,7 +76,7 @@ def test_tables_of_a_new_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(arch, "_warned", {"gfx999"})
     monkeypatch.setenv("TRITONATTN_TABLES", str(tmp_path))
     table.forget()
-    new = arch.by_name("gfx999")
+    new = arch.nearest("gfx999")
     path = search.write(search.Sweep(new, None, tmp_path), "prefill", [winner()])
     rows = table.load(path)
     assert rows[0].provenance["kind"] == "modelled" and rows[0].when["head_size"] == 32

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
@@ -274,31 +274,38 @@ MATRIX_CYCLES = {
 }
 
 
-def by_name(name: str) -> Arch:
-    """The facts for an instruction set ("gfx942": its first SKU), a SKU ("MI308X") or "interpreter".
+def by_name(name: str, what: str = "arch") -> Arch:
+    """The facts for an instruction set ("gfx942": its first SKU), a SKU ("MI308X") or "interpreter", as a user names it.
 
-    An instruction set that is not known gets the facts of the nearest known one and keeps its own name, so that
-    `tuning.table` looks for tables of its own first. ValueError for anything that names no GPU at all.
+    ValueError, which says `what` was to name one, for any other.
     """
     for arch in KNOWN:
         if name.lower() in (arch.name.lower(), arch.sku.lower()):
             return arch
-    return _unknown(name)
+    raise _no_arch(name, what)
+
+
+def _no_arch(name: str, what: str) -> ValueError:
+    known = dict.fromkeys((*(arch.name for arch in KNOWN), *(arch.sku for arch in KNOWN)))
+    return ValueError(f"{what} must be one of {', '.join(known)}, got {name!r}")
 
 
 @cache
-def _unknown(name: str) -> Arch:
+def nearest(name: str) -> Arch:
+    """The facts for a GPU that calls itself so. One that is not known gets those of the nearest known instruction set and keeps its
+    own name, so that `tuning.table` looks for tables of its own first, and says that there are none (`warn_untuned`)."""
+    with suppress(ValueError):
+        return by_name(name)
     family, code = ("sm_", 10) if name.startswith("sm_") else ("gfx", 16)
     try:
         number = int(name[len(family) :].rstrip("a") if code == 10 else name[len(family) :], code)
         if not name.startswith(family):
             raise ValueError
     except ValueError:
-        known = ", ".join(dict.fromkeys(a.name for a in KNOWN)) + "; " + ", ".join(a.sku for a in KNOWN)
-        raise ValueError(f"arch must be a name like gfx942 or sm_90, or one of: {known}; got {name!r}") from None
+        raise _no_arch(name, "arch") from None
     kin = [arch for arch in KNOWN if arch.name.startswith(family)]
-    nearest = min(kin, key=lambda arch: abs(int(arch.name[len(family) :], code) - number))
-    return replace(nearest, name=name, sku="unknown")
+    near = min(kin, key=lambda arch: abs(int(arch.name[len(family) :], code) - number))
+    return replace(near, name=name, sku="unknown")
 
 
 def detect(device=None) -> Arch:
@@ -311,7 +318,7 @@ def detect(device=None) -> Arch:
         return _assumed[-1]
     override = os.environ.get("TRITONATTN_ARCH")
     if override:
-        return by_name(override)
+        return by_name(override, "TRITONATTN_ARCH")
     import torch
 
     if device is None:
@@ -349,7 +356,7 @@ def _of_driver() -> Arch:
         on_cpu = driver.active.get_active_torch_device().type == "cpu"
     except (ImportError, RuntimeError, AttributeError):  # no Triton, or no driver for this machine
         return INTERPRETER
-    return by_name(target.arch) if on_cpu and target.backend == "hip" else INTERPRETER
+    return nearest(target.arch) if on_cpu and target.backend == "hip" else INTERPRETER
 
 
 @cache
@@ -367,7 +374,7 @@ def _match(name: str, compute_units: int, memory: float) -> Arch:
 
     A GPU in a partition mode (fewer units than its SKU) is such a case: the tables hold, the counts are the device's.
     """
-    kin = [arch for arch in KNOWN if arch.name == name] or [by_name(name)]
+    kin = [arch for arch in KNOWN if arch.name == name] or [nearest(name)]
     arch = min(kin, key=lambda a: (abs(a.compute_units - compute_units), abs(a.hbm_bytes - memory)))
     return arch if arch.compute_units == compute_units else replace(arch, compute_units=compute_units)
 
@@ -378,7 +385,7 @@ def warn_untuned(arch: Arch, table: str) -> None:
         _warned.add(arch.name)
         warnings.warn(
             f"no tables for {arch.name}: using those of {table}. Results are right, speed is untuned; "
-            f"`tritonattn tune --arch {arch.name}` writes autotune_configs/{arch.name}/.",
+            f"`tritonattn tune` writes autotune_configs/{arch.name}/.",
             RuntimeWarning,
             stacklevel=3,
         )

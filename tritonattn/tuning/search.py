@@ -28,7 +28,7 @@ from tritonattn.explain import router_of
 from tritonattn.plan import MAX_ROWS, power_of_two
 
 from . import model, schema, table, trial
-from .arch import Arch, assume, by_name, detect
+from .arch import Arch, assume, by_name, detect, nearest
 from .cases import Case, cases
 from .models import MODELS, Model, named_shape
 from .worker import Worker, spread
@@ -234,7 +234,7 @@ def search(sweep: Sweep, case: Case, say) -> Winner | None:
     provenance |= {"date": date.today().isoformat(), "note": f"tritonattn tune: {case}", "runner_up_margin": round(margin, 4)}
     if provenance["kind"] == "measured":
         provenance["microseconds"] = round(ranking[0][0] * 1e6, 2)
-    usual = by_name(sweep.arch.name).compute_units  # a SKU, or a partition, of another size gets rows of its own
+    usual = nearest(sweep.arch.name).compute_units  # a SKU, or a partition, of another size gets rows of its own
     return Winner(case, ranking[0][1], provenance, ranking, refused, 0 if sweep.arch.compute_units == usual else sweep.arch.compute_units)
 
 

@@ -30,7 +30,7 @@ from typing import Any
 import torch
 
 from . import codegen, model, search, stopwatch, table
-from .arch import Arch, assume, by_name, detect
+from .arch import Arch, assume, detect, nearest
 from .cases import ENTRY_POINTS, Case, prepare
 from .cases import run as call_once
 from .codegen import Loop, Report
@@ -292,7 +292,7 @@ def load(path: Path) -> tuple[Arch, list[Case], list[Entry]]:
         content = json.loads(text)
         work = [Case(**{**case, "shape": Model(**case["shape"])}) for case in content["cases"]]
         known = content["sku"] if content["sku"] not in ("", "unknown") else content["arch"]
-        return by_name(known), work, [Entry(**entry) for entry in content["entries"]]
+        return nearest(known), work, [Entry(**entry) for entry in content["entries"]]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(f"--figures must be a file that `tritonattn model --measure` wrote; {path}: {error}") from None
 
