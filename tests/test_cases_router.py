@@ -358,6 +358,7 @@ def test_a_window_beyond_all_lengths_is_planned_as_none(device):
 @pytest.mark.parametrize("query, seq, text", [
     ([1, 1], [2**31 - 1] * 2, "seq_lens must be at most 1073741824, got 2147483647"),
     ([2**30] * 3, [2**30] * 3, "query_lens must add up to at most 2147483647"),
+    ([2] * 2, [2**30 - 7] * 2, "seq_lens of extend requests, in steps of 16, must add up to at most 2147483647, got 2147483648"),
 ])  # fmt: skip
 def test_lengths_that_no_sum_of_positions_holds(device, query, seq, text):
     router = tritonattn.Router(8, 1, 64, dtype=torch.float32, device=device)

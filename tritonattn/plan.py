@@ -22,7 +22,8 @@ from tritonattn.tuning.table import Row, lookup
 LOG2E = math.log2(math.e)
 MAX_SPLITS = 128
 MAX_ROWS = 64  # query rows of one decode program, where its table row does not say; more share a KV head in several blocks
-UNLIMITED = 1 << 30  # a window side without a bound: it joins the arithmetic of positions without overflowing it
+MAX_LENGTH = 1 << 30  # tokens of a sequence, new ones included: a sum of two positions fits int32
+UNLIMITED = MAX_LENGTH  # a window side without a bound: it joins the arithmetic of positions without overflowing it
 
 
 def power_of_two(n: int) -> int:

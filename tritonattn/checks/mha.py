@@ -34,8 +34,8 @@ def check_prefill(
     """Arguments of `flash_attn_varlen_func`."""
     reasons = Reasons("flash_attn_varlen_func", q)
     reasons.options(causal, window_size, softcap, softmax_scale)
-    reasons.integer("max_seqlen_q", max_seqlen_q, 0)
-    reasons.integer("max_seqlen_k", max_seqlen_k, 0)
+    reasons.longest("max_seqlen_q", max_seqlen_q)
+    reasons.longest("max_seqlen_k", max_seqlen_k)
     tokens, num_q_heads, head_size = reasons.rows("q", q, 3, FLOATS_AND_FP8)
     same = same_as(q, FLOATS_AND_FP8)
     num_keys, num_kv_heads, _ = reasons.rows("k", k, 3, same)
@@ -62,8 +62,8 @@ def check_extend(
     """Arguments of `extend_attention`."""
     reasons = Reasons("extend_attention", q)
     reasons.options(causal, window_size, softcap, softmax_scale)
-    reasons.integer("max_seqlen_q", max_seqlen_q, 0)
-    longest = reasons.integer("max_context_len", max_context_len, 0)
+    reasons.longest("max_seqlen_q", max_seqlen_q)
+    longest = reasons.longest("max_context_len", max_context_len)
     if total_context_len is not None:
         reasons.integer("total_context_len", total_context_len, 0)
     reasons.integer("chunk_tokens", chunk_tokens, 1)
@@ -93,8 +93,8 @@ def check_decode(
     """Arguments of `decode_attention`."""
     reasons = Reasons("decode_attention", q)
     reasons.options(causal, window_size, softcap, softmax_scale)
-    longest = reasons.integer("max_seqlen_k", max_seqlen_k, 0)
-    most = reasons.integer("max_seqlen_q", max_seqlen_q, 1)
+    longest = reasons.longest("max_seqlen_k", max_seqlen_k)
+    most = reasons.longest("max_seqlen_q", max_seqlen_q, 1)
     reasons.integer("num_splits", num_splits, 0)
     sizes = reasons.rows("q", q, 3, FLOATS_AND_FP8)
     (batch,) = reasons.rows("seqused_k", seqused_k, 1, INT32)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tritonattn import layouts
 from tritonattn.layouts import CacheView
+from tritonattn.plan import MAX_LENGTH
 from tritonattn.problem import FP8_DTYPES
 from tritonattn.tuning.arch import detect
 from tritonattn.where import device_of
@@ -164,6 +165,14 @@ class Reasons:
             return self.integer(name, value.__index__(), least)
         return UNKNOWN
 
+    def longest(self, name: str, value: int, least: int = 0) -> int:
+        """A host integer that bounds the length of a sequence."""
+        value = self.integer(name, value, least)
+        if value > MAX_LENGTH:
+            self.values.append(f"{name} must be at most {MAX_LENGTH}, got {value}")
+            return UNKNOWN
+        return value
+
     def flag(self, name: str, value: bool) -> None:
         if type(value) is not bool:
             self.types.append(f"{name} must be a bool, got {type(value).__name__}")
@@ -187,9 +196,9 @@ class Reasons:
         if (type(values) is list or type(values) is tuple) and values and type(values[0]) is int:
             with suppress(TypeError, OverflowError):  # what it does not take is named below
                 # Of a list and as unsigned numbers: a quarter of the time of `asarray`.
-                lengths = np.frombuffer(array("I", values if type(values) is list else list(values)), np.int32)
-                if lengths.item(lengths.argmin()) >= 0:
-                    return lengths
+                lengths = np.frombuffer(array("I", values if type(values) is list else list(values)), np.uint32)
+                if lengths.item(lengths.argmax()) <= MAX_LENGTH:
+                    return lengths.view(np.int32)
         if isinstance(values, Tensor) and values.is_cuda:
             self.types.append(f"{name} must be on the host, got a tensor on {values.device}")
             return None
@@ -201,17 +210,15 @@ class Reasons:
         if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and lengths.size):
             self.types.append(f"{name} must be a sequence of integers, got {lengths.dtype} of shape {list(lengths.shape)}")
             return None
-        if lengths.itemsize > 4 and lengths.size:
-            most, least = lengths.item(lengths.argmax()), lengths.item(lengths.argmin())  # a quarter of the time of `max` and `min`
-            if most > MAX_INT32:
-                self.values.append(f"{name} must be at most {MAX_INT32}, got {most}")
-                return None
-            elif least < -MAX_INT32:  # would wrap; the others are named one by one
-                self.values.append(f"{name} must be at least 0, got {least}")
-                return None
+        if lengths.size and lengths.item(lengths.argmax()) > MAX_LENGTH:  # a quarter of the time of `max`
+            self.each(f"{name} must be at most {MAX_LENGTH}", lengths, lengths > MAX_LENGTH)
+            return None
+        if lengths.itemsize > 4 and lengths.size and lengths.item(lengths.argmin()) < -MAX_INT32:  # would wrap; others are named by who asked
+            self.each(f"{name} must be at least 0", lengths, lengths < 0)
+            return None
         return lengths.astype(np.int32)  # a copy, since a plan outlives the call
 
-    def each(self, need: str, values: Ints, wrong: NDArray[np.bool_]) -> None:
+    def each(self, need: str, values: NDArray[np.integer], wrong: NDArray[np.bool_]) -> None:
         """Requests that are wrong, the first few by number and value."""
         if wrong.any():
             which = np.flatnonzero(wrong)

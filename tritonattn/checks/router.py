@@ -13,7 +13,7 @@ from tritonattn.checks.mha import new_tokens
 from tritonattn.checks.mla import latent_halves, latent_sizes
 from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, INT32, MAX_INT32, UNKNOWN, UNKNOWN_CACHE, Ints, Reasons, either, plus
 from tritonattn.layouts import CacheView
-from tritonattn.plan import UNLIMITED, bounded
+from tritonattn.plan import ROW_ALIGN, bounded
 from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, MlaParams, default_scale
 
 
@@ -73,10 +73,11 @@ def check_plan(query_lens, seq_lens, block_table, device, block_size, decode_thr
         if signs.item(signs.argmin()) < 0:
             reasons.each("query_lens must be at least 0", query, query < 0)
             reasons.each("seq_lens must be at least query_lens", seq, context < 0)
-        if longest > UNLIMITED:
-            reasons.each(f"seq_lens must be at most {UNLIMITED}", seq, seq > UNLIMITED)
-        elif longest * len(query) > MAX_INT32 and (tokens := int(query.sum(dtype=np.int64))) > MAX_INT32:
-            reasons.values.append(f"query_lens must add up to at most {MAX_INT32}, got {tokens}")
+        if (longest + ROW_ALIGN) * len(query) > MAX_INT32:  # else no sum can be too large
+            rows = -(-seq[query > decode_threshold] // ROW_ALIGN) * ROW_ALIGN
+            for what, lens in (("query_lens", query), (f"seq_lens of extend requests, in steps of {ROW_ALIGN},", rows)):
+                if (tokens := int(lens.sum(dtype=np.int64))) > MAX_INT32:
+                    reasons.values.append(f"{what} must add up to at most {MAX_INT32}, got {tokens}")
         if block_table is not None:
             reasons.shape("block_table", block_table, (len(query), -1))
         elif context.any():

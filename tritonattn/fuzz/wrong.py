@@ -45,6 +45,8 @@ def _overlapping(tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def _count(name: str) -> Iterator[tuple[str, Any]]:
     yield from (("negative", -1), ("float", 1.5), ("text", "x"), ("bool", True), ("tensor", torch.tensor(3)))
+    if name.startswith("max_"):
+        yield "too large", (1 << 30) + 1
     if name not in OPTIONAL:
         yield "none", None
 
