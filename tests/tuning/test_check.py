@@ -112,7 +112,7 @@ print(json.dumps(found))
         assert ratio <= most and spills == 0 and reasons in ([], "fp8"), call
 
 
-@pytest.mark.parametrize("arguments, reason", [(("--kernel", "attention"), "--kernel must be among"), (("--arch", "gfx"), "arch must be a name")])
+@pytest.mark.parametrize("arguments, reason", [(("--kernel", "attention"), "--kernel must be among"), (("--arch", "gfx"), "arch must be one of gfx942")])
 def test_bad_arguments_are_named(arguments, reason):
     done = run_check(*arguments)
     assert done.returncode == 2 and reason in done.stderr
