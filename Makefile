@@ -10,7 +10,7 @@ OTHER := $(if $(ENV),.triton-3.9.0/.complete)
 
 # The ops whose machine code the simulator runs; the rest of the suite does not reach a kernel, or repeats these.
 SIM_ARCHS ?= gfx942 gfx950
-SIM_TESTS ?= tests/simulator tests/test_mha.py tests/test_extend.py tests/test_mla_extend.py tests/test_mla_decode.py tests/test_mla_cache.py tests/test_cases_router.py tests/test_bad_input.py
+SIM_TESTS ?= tests/simulator tests/test_mha.py tests/test_extend.py tests/test_mla_extend.py tests/test_mla_decode.py tests/test_cut.py tests/test_mla_cache.py tests/test_cases_router.py tests/test_bad_input.py
 
 .PHONY: help venv demo test test-sim test-gpu test-vllm fuzz lint check clean
 

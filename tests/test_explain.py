@@ -28,6 +28,12 @@ def test_each_request_its_path_and_each_path_its_row(capsys):
     assert extend["passes"] == "3 over the keys, 80512 in all, at most 32768 a pass"
     assert decode["parts of keys"] == sum(request["splits"] or 0 for request in facts["requests"])
     assert decode["programs"] == 8 * decode["parts of keys"]  # one KV head each
+    assert decode["where the device alone knows the lengths"] == "3 parts of each request"
+
+
+def test_lengths_that_the_device_alone_knows(capsys):
+    said = [explain(capsys, *words)["paths"]["decode"]["where the device alone knows the lengths"] for words in (["1@131071", "1@99x127"], ["1@131071"])]
+    assert said == ["cut there, in the same way", "114 parts of each request"]
 
 
 def test_speculated_tokens_decode_below_the_threshold(capsys):

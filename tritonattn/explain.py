@@ -13,7 +13,7 @@ import torch
 
 from tritonattn.batch import Kind, Plan
 from tritonattn.mla_router import MlaRouter
-from tritonattn.plan import prefill_row
+from tritonattn.plan import device_plan, prefill_row
 from tritonattn.problem import AttnProblem, short_name
 from tritonattn.router import Router
 from tritonattn.tuning.arch import Arch, assume, by_name, detect
@@ -122,6 +122,8 @@ def _decode(router: Router, plan: Plan, arch: Arch) -> dict[str, Any] | None:
         return None
     chosen, work = launch.plan, launch.work
     per_unit = chosen.row.config["programs_per_cu"]
+    longest = int(plan.seq_lens[plan.kinds == Kind.DECODE].max(initial=1))
+    alone = device_plan(arch, problem, launch.num_seqs, launch.max_seqlen_q, longest, 0, router.params.window_size[0])
     return {
         "requests": launch.num_seqs,
         "programs": problem.num_kv_heads * chosen.row_blocks * work.num_items,
@@ -130,6 +132,7 @@ def _decode(router: Router, plan: Plan, arch: Arch) -> dict[str, Any] | None:
         "query rows of a program": f"{problem.group * launch.max_seqlen_q} of {chosen.rows}",
         "parts of keys": work.num_items,
         "requests merged from parts": work.num_merges,
+        "where the device alone knows the lengths": "cut there, in the same way" if alone.cut else f"{alone.num_splits} parts of each request",
         **_row(chosen.row, problem),
     }
 

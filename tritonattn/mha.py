@@ -28,7 +28,7 @@ from tritonattn.paths.decode import run_decode
 from tritonattn.paths.extend import context_row, key_ends, run_extend
 from tritonattn.paths.prefill import run_prefill
 from tritonattn.paths.replay import repeated
-from tritonattn.plan import ROW_ALIGN, decode_plan
+from tritonattn.plan import ROW_ALIGN, device_plan
 from tritonattn.scratch import Fresh, take
 from tritonattn.tuning.arch import detect
 
@@ -134,7 +134,9 @@ def decode_attention(
     max_seqlen_q each. Every cached key is read once for all query rows of its KV head, up to 64 rows.
     k_cache, v_cache: see `layouts`; the dtype of q, or fp8 with descales. The new tokens are in the cache already.
     seqused_k [B]: keys of each sequence, the new tokens among them; 0 is legal. block_table [B, max_blocks].
-    num_splits: parts that the keys of a sequence are cut into; 0 lets the plan choose.
+    num_splits: parts that the keys of each sequence are cut into; then the bits of a row do not depend on the lengths of other sequences.
+    0 lets the plan choose: where max_seqlen_k is long for the number of sequences, a kernel on the device first cuts each by its own
+    length and those of the others, so that a long one among short ones is spread over the device; in a graph, at each replay.
 
     Returns out [T, Hq, Dv] (dtype of q; bf16 for fp8), and with return_lse also lse.
     Raises ValueError or TypeError with every reason, before any launch.
@@ -150,8 +152,8 @@ def decode_attention(
     out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded, padded_lse=padded)
     run_decode(
         problem, params, q, cache, out, lse, cu_seqlens_q=cu_seqlens_q, seq_lens=seqused_k, block_table=block_table,
-        num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
-        plan=decode_plan(detect(q.device), problem, num_seqs, max_seqlen_q, max_seqlen_k, num_splits), scratch=Fresh(q.device),
+        num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, scratch=Fresh(q.device),
+        plan=device_plan(detect(q.device), problem, num_seqs, max_seqlen_q, max_seqlen_k, num_splits, params.window_size[0]),
     )  # fmt: skip
     return (out, lse) if lse is not None else out
 

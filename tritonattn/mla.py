@@ -24,7 +24,7 @@ from tritonattn.paths.extend import context_row, key_ends
 from tritonattn.paths.mla_decode import run_mla_decode
 from tritonattn.paths.mla_extend import UpProject, run_mla_extend
 from tritonattn.paths.replay import repeated
-from tritonattn.plan import decode_plan
+from tritonattn.plan import device_plan
 from tritonattn.scratch import Fresh
 from tritonattn.tuning.arch import detect
 
@@ -44,7 +44,7 @@ def mla_decode(
     kv_cache [blocks, block_size, latent + rope]: the dtype of q, or fp8 with descales; any block and token stride. The new tokens
     are in it already.
     seqused_k [B]: keys of each sequence, the new tokens among them; 0 is legal. block_table [B, max_blocks].
-    num_splits: parts that the keys of a sequence are cut into; 0 lets the plan choose.
+    num_splits: parts that the keys of each sequence are cut into; 0 lets the plan choose, by the lengths on the device, see `decode_attention`.
 
     Returns out [T, H, latent] (dtype of q; bf16 for fp8), and with return_lse also lse.
     Raises ValueError or TypeError with every reason, before any launch.
@@ -60,7 +60,7 @@ def mla_decode(
     run_mla_decode(
         problem, params, q, q_rope, kv_cache, out, lse, cu_seqlens_q=cu_seqlens_q, seq_lens=seqused_k, block_table=block_table,
         num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
-        plan=decode_plan(detect(q.device), problem, num_seqs, max_seqlen_q, max_seqlen_k, num_splits), scratch=Fresh(q.device),
+        plan=device_plan(detect(q.device), problem, num_seqs, max_seqlen_q, max_seqlen_k, num_splits), scratch=Fresh(q.device),
     )  # fmt: skip
     return (out, lse) if lse is not None else out
 

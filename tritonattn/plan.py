@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from tritonattn.tuning.table import Row, lookup
 
 LOG2E = math.log2(math.e)
 MAX_SPLITS = 128
+REDUCTION_SHARE = 8  # a split reads at least this many times the bytes that merging it moves
 MAX_ROWS = 64  # query rows of one decode program, where its table row does not say; more share a KV head in several blocks
 MAX_LENGTH = 1 << 30  # tokens of a sequence, new ones included: a sum of two positions fits int32
 UNLIMITED = MAX_LENGTH  # a window side without a bound: it joins the arithmetic of positions without overflowing it
@@ -82,12 +83,22 @@ def prefill_row(arch: Arch, problem: AttnProblem, max_seqlen_q: int) -> Row:
     return lookup("prefill", arch, **problem.table_key(), max_seqlen_q=power_of_two(max_seqlen_q))
 
 
+class Cut(NamedTuple):
+    """How a batch is cut on the device, which alone knows its lengths: see `split_length`."""
+
+    row: Row
+    parts: int
+    least: int
+    max_keys: int  # what a sequence counts at most
+
+
 @dataclass(frozen=True, eq=False)
 class DecodePlan:
     row: Row
     rows: int  # query rows of one program
     row_blocks: int
     num_splits: int
+    cut: Cut | None = None  # in place of num_splits for each
 
 
 @lru_cache(maxsize=4096)
@@ -120,13 +131,69 @@ def decode_plan(
     return DecodePlan(row, block_rows, row_blocks, num_splits)
 
 
+@lru_cache(maxsize=8192)
+def device_plan(
+    arch: Arch, problem: AttnProblem, num_seqs: int, max_seqlen_q: int, max_seqlen_k: int, num_splits: int = 0, window_left: int = -1
+) -> DecodePlan:
+    """`decode_plan` of sequences whose lengths the host does not know: they may differ, and one of them may be the only long one.
+
+    Then a long sequence would get no more splits than the short ones, and the call last as long as its few programs. So the batch is cut
+    on the device: where a lone sequence would have more splits, and a split is so long that it pays, `cut_keys` of the table.
+    """
+    plan = decode_plan(arch, problem, num_seqs, max_seqlen_q, max_seqlen_k, num_splits)
+    if num_splits > 0 or num_seqs < 2 or plan.num_splits >= decode_plan(arch, problem, 1, max_seqlen_q, max_seqlen_k).num_splits:
+        return plan
+    keys = min(max_seqlen_k, window_left + max_seqlen_q) if window_left >= 0 else max_seqlen_k
+    row = lookup("cut", arch, **problem.table_key())
+    if keys < row.config["cut_keys"] * plan.num_splits:
+        return plan
+    return replace(plan, cut=Cut(row, *split_rule(arch, problem, plan, max_seqlen_q, num_seqs), min(max_seqlen_k, UNLIMITED // 2)))
+
+
+@cache
+def split_rule(arch: Arch, problem: AttnProblem, plan: DecodePlan, max_seqlen_q: int, num_seqs: int) -> tuple[int, int]:
+    """Parts of so many sequences that fill the device with programs, and the keys that one has at least: then merging it (a float32 row
+    out and in again per query row) costs little beside reading them."""
+    programs = int(plan.row.config["programs_per_cu"] * arch.compute_units)
+    parts = min(max(1, programs // (problem.num_kv_heads * plan.row_blocks)), num_seqs * MAX_SPLITS)
+    merged = 2 * 4 * problem.v_head_size * problem.group * max_seqlen_q
+    read = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
+    return parts, plan.row.config.get("keys_per_split") or -(-REDUCTION_SHARE * merged // read)
+
+
+# How sequences of unlike lengths are cut: into parts of about one length. Arithmetic alone, of numbers here, of arrays in the router, and of
+# what the device holds in `paths.cut`.
+
+
+def split_length(total, longest, parts, most, least):
+    """The keys of a part, so that there are about `parts` over all sequences, and of one `most`."""
+    return max(max((total + parts - 1) // parts, (longest + most - 1) // most), least)
+
+
+def part_counts(keys, length):
+    """How many parts of about this length make up the keys; where that is less than two, they stay whole."""
+    return (2 * keys + length) // (2 * length)
+
+
+def fewer_parts(keys, length):
+    """In place of `part_counts` where all sequences are cut, and into more than `parts`: the few too many would run when all others are done."""
+    whole = keys // length
+    return whole + (whole < 2)
+
+
+def most_work(num_seqs: int, parts: int) -> tuple[int, int, int]:
+    """Room of `DecodeWork` for any lengths: items, merges, and parts (rounding makes 4 of 3 at most: of 1.5 two)."""
+    return num_seqs + parts, min(num_seqs, parts), 4 * parts // 3
+
+
 class DecodeWork(NamedTuple):
-    """The parts of a decode batch in which each sequence has its own number of splits. int32, flat, on the device."""
+    """The parts of a decode batch in which each sequence has its own number of splits, longest sequences first. int32, flat, on the device."""
 
     items: Tensor  # [num_items, 3] sequence, split, splits of it; 0 splits: no item
     num_items: int
     merges: Tensor  # [num_merges, 3] sequence, its first item, items of it; 0 items: no merge
     num_merges: int
+    num_parts: int  # of the items; those of sequences that are cut come first
 
 
 ROW_ALIGN = 16  # where a sequence's part of a `ContextRow` may begin: then V of a preshuffled page is gathered in 16-byte runs

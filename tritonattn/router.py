@@ -7,7 +7,7 @@ buffer, so requests may arrive in any order and no token is moved.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -16,13 +16,24 @@ from torch import Tensor
 
 from tritonattn.batch import DECODE, ONE, ZERO, Buffer, DecodeLaunch, ExtendLaunch, Ints, Mix, Plan, Sent, TileLaunch, Upload, starts
 from tritonattn.checks import check_plan, check_router, check_run
-from tritonattn.plan import MAX_SPLITS, ROW_ALIGN, ContextRow, DecodePlan, DecodeWork, decode_plan, prefill_row
+from tritonattn.plan import (
+    MAX_SPLITS,
+    ROW_ALIGN,
+    ContextRow,
+    DecodeWork,
+    decode_plan,
+    fewer_parts,
+    most_work,
+    part_counts,
+    prefill_row,
+    split_length,
+    split_rule,
+)  # fmt: skip
 from tritonattn.problem import AttnProblem
 from tritonattn.scratch import Arena, keep, take
-from tritonattn.tuning.arch import Arch, detect
+from tritonattn.tuning.arch import detect
 
 ASSUMED_BLOCK_SIZE = 16  # for looking up tuning rows where the router was not told the block size
-REDUCTION_SHARE = 8  # a split reads at least this many times the bytes that merging it moves
 
 
 class Router:
@@ -166,22 +177,23 @@ class Router:
         else:
             longest = block_table.shape[1] * problem.block_size if fixed and block_table is not None else int(keys.item(0))
             plan = decode_plan(self._arch, problem, count, max_q, longest)
-        parts, least = _split_rule(self._arch, problem, plan, max_q, 1 if self.batch_invariant else count)
+        parts, least = split_rule(self._arch, problem, plan, max_q, 1 if self.batch_invariant else count)
         if self.batch_invariant:
             cut = _cut(keys, np.maximum(-(-keys // parts), least))
         else:
             longest = keys.item(0)
-            length = max(-(-int(np.add.reduce(keys, 0, np.int64)) // parts), -(-longest // MAX_SPLITS), least)
+            length = split_length(int(np.add.reduce(keys, 0, np.int64)), longest, parts, MAX_SPLITS, least)
             cut = _cut(keys, length) if 2 * longest >= 3 * length else keys[:0]
-            if len(cut) == count and int(np.add.reduce(cut)) > parts:  # the few too many would run when all others are done
-                cut = np.minimum(cut, np.maximum(keys // length, 2))
-        most = most_cut = 0
+            if len(cut) == count and int(np.add.reduce(cut)) > parts:
+                cut = fewer_parts(keys, length)
+        most = most_cut = most_parts = 0
         if fixed:
-            most, most_cut = (count * parts, count) if self.batch_invariant else (count + parts, min(count, parts))
+            most, most_cut, most_parts = (count * parts, count, 0) if self.batch_invariant else most_work(count, parts)
         items, merges = _items(ids, cut, most, most_cut)
         num_items, num_merges = len(items), len(merges)
         at_items, at_merges = upload.put(items.reshape(-1)), upload.put(merges.reshape(-1))
-        return lambda sent: DecodeLaunch(plan, count, max_q, cut, DecodeWork(sent[at_items], num_items, sent[at_merges], num_merges))
+        num_parts = most_parts or num_items
+        return lambda sent: DecodeLaunch(plan, count, max_q, cut, DecodeWork(sent[at_items], num_items, sent[at_merges], num_merges, num_parts))
 
     def _tile_part(
         self, upload: Upload, problem: AttnProblem, ids: NDArray[np.int64], query: Ints, context: Ints
@@ -341,22 +353,6 @@ class Router:
         return take(new_out) if out is None else out, take(new_lse) if return_lse else None
 
 
-@cache
-def _least_split(problem: AttnProblem, max_seqlen_q: int) -> int:
-    """Keys that a split must have so that merging it (a float32 row out and in again per query row) costs little beside reading them."""
-    merged = 2 * 4 * problem.v_head_size * problem.group * max_seqlen_q
-    read = (problem.head_size + problem.v_head_size) * problem.kv_dtype.itemsize
-    return -(-REDUCTION_SHARE * merged // read)
-
-
-@cache
-def _split_rule(arch: Arch, problem: AttnProblem, plan: DecodePlan, max_seqlen_q: int, num_seqs: int) -> tuple[int, int]:
-    """Parts of so many sequences that fill the device with programs, and the keys that one has at least."""
-    programs = int(plan.row.config["programs_per_cu"] * arch.compute_units)
-    parts = min(max(1, programs // (problem.num_kv_heads * plan.row_blocks)), num_seqs * MAX_SPLITS)
-    return parts, plan.row.config.get("keys_per_split") or _least_split(problem, max_seqlen_q)
-
-
 def _tiles(ids: NDArray[np.integer], queries: Ints, block_m: int) -> Ints:
     """[n, 2] sequence, first row, in order."""
     blocks = -(-queries // block_m)
@@ -374,8 +370,8 @@ def _tiles_of_one(request: int, num_queries: int, block_m: int) -> Ints:
 
 
 def _cut(keys: Ints, length: int | Ints) -> Ints:
-    """How many parts of about this length make up the keys, where that is more than one: those of the first, being the longest."""
-    parts = (2 * keys + length) // (2 * length)
+    """`part_counts`, where that is more than one: those of the first, being the longest."""
+    parts = part_counts(keys, length)
     return parts[: np.count_nonzero(parts > ONE)]
 
 

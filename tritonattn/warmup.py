@@ -214,15 +214,15 @@ def _mha_calls(deployment: Deployment, arch: Arch, device: str | torch.device) -
 
 
 def planned(deployment: Limits, arch: Arch, router: Any) -> Iterator[tuple[list[int], list[int]]]:
-    """The batches of `batches`, and those of any other size that a decode row of the table is meant for."""
-    from tritonattn.plan import decode_plan
+    """The batches of `batches`, and those of any other size that is served by another decode row of the table, or cut in another way."""
+    from tritonattn.plan import device_plan
 
-    known: set[tuple[Any, int]] = set()
+    known: set[tuple] = set()
 
     def is_new(query: int, seq: int, size: int) -> bool:
-        plan = decode_plan(arch, router.paged, size, query, -(-seq // deployment.block_size) * deployment.block_size)
+        plan = device_plan(arch, router.paged, size, query, -(-seq // deployment.block_size) * deployment.block_size)
         before = len(known)
-        known.add((plan.row, plan.rows))
+        known.add((plan.row, plan.rows, plan.num_splits > 1, plan.cut is None))
         return len(known) > before
 
     for queries, seqs in batches(deployment):

@@ -16,6 +16,7 @@ from tritonattn.paths import cache, combine, launch, replay
 from tritonattn.simulator import simulated
 from tritonattn.simulator.device import launches_go_to
 from tritonattn.tuning.arch import assume, detect
+from tritonattn.tuning.table import pin, rows
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter repeats nothing")
 ON_GPU = torch.cuda.is_available() and "TRITONATTN_SIM" not in os.environ
@@ -49,10 +50,11 @@ def decode(batch=2, seq_len=40, layout="nhd", tokens=None, **options):
     }  # fmt: skip
 
 
-def latent(batch=2, **options):
+def latent(batch=2, seq_len=48, **options):
+    pages = -(-seq_len // 16)
     return "mla_decode", {
-        "q": normal(batch, 3, 80), "kv_cache": normal(7, 16, 80), "block_table": torch.randperm(6).int().view(2, 3),
-        "seqused_k": torch.randint(1, 49, (batch,)).int(), "max_seqlen_k": 48, "softmax_scale": 0.1, "kv_lora_rank": 64, **options,
+        "q": normal(batch, 3, 80), "kv_cache": normal(batch * pages + 1, 16, 80), "block_table": torch.randperm(batch * pages).int().view(batch, pages),
+        "seqused_k": torch.randint(1, seq_len + 1, (batch,)).int(), "max_seqlen_k": seq_len, "softmax_scale": 0.1, "kv_lora_rank": 64, **options,
     }  # fmt: skip
 
 
@@ -232,6 +234,23 @@ def test_alignment_and_strides_are_part_of_what_a_call_is(monkeypatch):
     odd.copy_(args["q"])
     torch.testing.assert_close(run(name, args | {"q": odd})[0], want[0], rtol=2e-2, atol=2e-2)
     assert len(recordings) >= 2
+
+
+@pytest.mark.parametrize("make", [lambda batch: decode(batch, 700), lambda batch: latent(batch, 700)], ids=["decode", "mla"])
+def test_a_repeat_is_cut_by_the_lengths_that_it_finds(make, monkeypatch):
+    """A batch of unlike lengths, which the device cuts: that launch is repeated too, and its lists are not those of the call before."""
+    base = replace(detect(DEVICE), compute_units=2)
+    recordings = counted(monkeypatch)
+    with assume(pin(base, cut={**rows("cut", base)[-1].config, "cut_keys": 1})):
+        name, args = make(5)
+        for lens in ([700, 3, 20, 0, 9], [1, 5, 8, 690, 2], [300, 300, 310, 1, 290]):
+            args["seqused_k"].copy_(torch.tensor(lens))
+            found = run(name, args)
+        assert len(recordings) == 1 and recordings[0].complete
+        assert [launch[0].fn.__name__ for launch in recordings[0]._launches][::2] == ["cut", "combine"]
+        monkeypatch.setattr(replay, "NEVER", True)
+        for got, want in zip(found, run(name, args | {"num_splits": 1}), strict=True):
+            torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
 
 
 def test_launch_hooks_see_every_launch():

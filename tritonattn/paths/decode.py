@@ -17,6 +17,7 @@ from torch import Tensor
 from tritonattn.layouts import CacheView
 from tritonattn.paths import launch
 from tritonattn.paths.combine import run_combine, take_parts
+from tritonattn.paths.cut import run_cut
 from tritonattn.paths.decode_wave import launch_wave
 from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, least_contraction, window
 from tritonattn.plan import descale as descale_of
@@ -285,12 +286,14 @@ def run_decode(
     if not num_seqs or not q.shape[0]:
         return
     out, fp8 = launch.codes(out)
+    left, right = window(params)
+    if work is None and plan.cut is not None:
+        work = run_cut(plan.cut, seq_lens, cu_seqlens_q, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, window_left=left, scratch=scratch)
     over = (splits, num_seqs) if work is None else (work.num_items, 1)
     part_out = part_lse = None
     if splits > 1 or work is not None:
-        part_out, part_lse = take_parts(problem, over[0] * over[1], max_seqlen_q, scratch)
+        part_out, part_lse = take_parts(problem, splits * num_seqs if work is None else work.num_parts, max_seqlen_q, scratch)
     vec, vec_q, vec_out = launch.cache_width(cache.k, cache.v), launch.vec_width(q), launch.vec_width(out)
-    left, right = window(params)
     params = params.paged
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
     grid = (problem.num_kv_heads * plan.row_blocks, *over)

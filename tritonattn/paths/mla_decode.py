@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tritonattn.paths import launch, mla_decode_wave, mla_decode_wide
 from tritonattn.paths.combine import run_combine, take_parts
+from tritonattn.paths.cut import run_cut
 from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, least_contraction, power_of_two
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnProblem, MlaParams, split_head_size
@@ -210,10 +211,12 @@ def run_mla_decode(
     splits = plan.num_splits
     if not num_seqs or not q.shape[0]:
         return
+    if work is None and plan.cut is not None:
+        work = run_cut(plan.cut, seq_lens, cu_seqlens_q, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q, window_left=UNLIMITED, scratch=scratch)
     over = (splits, num_seqs) if work is None else (work.num_items, 1)
     part_out = part_lse = None
     if splits > 1 or work is not None:
-        part_out, part_lse = take_parts(problem, over[0] * over[1], max_seqlen_q, scratch)
+        part_out, part_lse = take_parts(problem, splits * num_seqs if work is None else work.num_parts, max_seqlen_q, scratch)
     rope = q if q_rope is None else q_rope
     vec, vec_q, vec_out = launch.vec_width(kv_cache), launch.vec_width(q, rope), launch.vec_width(out)
     q_scale, kv_scale = descale_of(params.q_descale), descale_of(params.kv_descale)

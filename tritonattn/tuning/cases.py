@@ -25,6 +25,7 @@ ENTRY_POINTS = {
     "decode": ("decode", "decode_wave"),
     "mla_decode": ("mla_decode", "mla_decode_wave", "mla_decode_wide"),
     "combine": ("combine",),
+    "cut": ("cut",),
     "cache_write": ("write", "write_latent"),
     "gather": ("gather",),
     "merge": ("merge",),
@@ -102,6 +103,8 @@ def cases(kernel: str) -> Iterator[Case]:
                     yield Case(kernel, MODELS["llama-3-8b"], kv_dtype=kv_dtype, layout=layout, query_len=query_len)
     elif kernel == "combine":
         yield Case(kernel, MODELS["llama-3-8b"], layout="nhd", num_splits=8)
+    elif kernel == "cut":
+        yield Case(kernel, MODELS["llama-3-8b"], layout="nhd", batch=128, kv_len=131072)
     elif kernel == "merge":
         yield Case(kernel, MODELS["llama-3-8b"], query_len=64)
 

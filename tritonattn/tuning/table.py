@@ -69,7 +69,7 @@ def _holds(condition, key, name, where) -> bool:
 def lookup(kernel: str, arch: Arch, **key) -> Row:
     """The first row of the kernel's table that holds for a problem.
 
-    kernel: "prefill", "decode", "mla_decode", "combine", "cache_write", "gather" or "merge".
+    kernel: "prefill", "decode", "mla_decode", "combine", "cut", "cache_write", "gather" or "merge".
     key:    what rows may ask for, by the names under `when` in schema.json; hashable values. `compute_units` is added.
 
     An arch without tables takes those of its nearest kin and warns once. TableError (a ValueError) names a file that is
@@ -99,6 +99,12 @@ def pin(arch: Arch, **configs: Mapping[str, Any]) -> Arch:
     provenance = {"kind": "default", "note": "a candidate"}
     _pinned[copy] = {kernel: Row({}, config, provenance, f"candidate for {arch.name}/{kernel}") for kernel, config in configs.items()}
     return copy
+
+
+def candidate(arch: Arch, kernel: str, config: Mapping[str, Any]) -> Arch:
+    """`pin` of one kernel by itself: no batch is cut on the device before it (`paths.cut`), since those that it is tried on have one length."""
+    uncut = {**rows("cut", arch)[-1].config, "cut_keys": 1 << 31}
+    return pin(arch, **{"cut": uncut, kernel: config})
 
 
 @cache

@@ -30,7 +30,7 @@ def start() -> Callable[..., dict[str, Any]]:
 def outcome(case: Case, config: dict[str, Any], arch: Arch, device: str | None, ahead: bool = False) -> dict[str, Any]:
     """What a candidate came to. Without a device "predicted" seconds and what they are "bound" by; on one the median "seconds" and the
     "error" there; "refused" with reasons where it cannot be used. ahead: compile also what the check on a device will need."""
-    candidate = table.pin(arch, **{case.kernel: config})
+    candidate = table.candidate(arch, case.kernel, config)
     if device is None:
         found = _compile(case, arch, candidate)
         if ahead and "refused" not in found:

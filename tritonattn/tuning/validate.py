@@ -133,7 +133,7 @@ def _compile(arch: Arch, work: list[tuple[int, Case]], config: dict[str, Any]) -
         entry = Entry(index, config, [])
         entries.append(entry)
         try:
-            candidate = table.pin(arch, **{case.kernel: config})
+            candidate = table.candidate(arch, case.kernel, config)
             with codegen.capture(candidate) as launches:
                 call_once(case, candidate)
             reports = [codegen.read(launch) for launch in launches if launch.kernel in ENTRY_POINTS[case.kernel]]
@@ -189,7 +189,7 @@ class Timer:
             self.call = prepare(case, self.arch, self.device, real=True)
             self.expected = self.call().float()
             self.case = case
-        with assume(table.pin(self.arch, **{case.kernel: config})):
+        with assume(table.candidate(self.arch, case.kernel, config)):
             difference = ((self.call().float() - self.expected).abs().max() / self.expected.abs().max()).item()
             taken = stopwatch.samples(self.call, REPEATS[case.kernel], self.device)
         low, high = (taken[round(share * (len(taken) - 1))] for share in (0.2, 0.8))

@@ -29,7 +29,7 @@ from tritonattn.paths.cache import run_gather, run_write
 from tritonattn.paths.mla_decode import run_mla_decode
 from tritonattn.paths.prefill import CHUNK, NEW_TOKENS, run_pass, run_prefill, tile_count
 from tritonattn.paths.replay import repeat
-from tritonattn.plan import UNLIMITED, ContextRow, decode_plan, prefill_row
+from tritonattn.plan import UNLIMITED, ContextRow, decode_plan, device_plan, prefill_row
 from tritonattn.problem import AttnParams, AttnProblem, MlaParams
 from tritonattn.tuning.arch import detect
 from tritonattn.warmup import planned
@@ -155,7 +155,7 @@ class Impl(stock.TritonMLAImpl):
         if envs.VLLM_BATCH_INVARIANT:
             plan = decode_plan(arch, problem, 1, longest, self._vllm_config.model_config.max_model_len, 1)
         else:
-            plan = decode_plan(arch, problem, count, longest, decode.max_seq_len)
+            plan = device_plan(arch, problem, count, longest, decode.max_seq_len)
         out = torch.zeros(tokens, heads, self.kv_lora_rank, dtype=q.dtype, device=q.device)  # padding stays 0
         lse = None
         if self.need_to_return_lse_for_decode or self.dcp_world_size > 1:
