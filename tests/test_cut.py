@@ -121,7 +121,7 @@ REQUESTS = st.lists(
 
 @settings(max_examples=25)
 @example([(1, 128)] * 63 + [(1, 131072)], 66, 4, -1, True)
-@example([(1, 4096)] * 40, 66, 4, -1, False)  # all cut, and into too many parts
+@example([(1, 4096)] * 24, 66, 1, -1, False)  # all cut, and rounded into too many parts
 @example([(1, 7 + 31 * i % 9000) for i in range(700)], 304, 1, 2000, False)
 @example([(1, 100_000), (1, 100_000)], 1, 8, -1, False)
 @given(REQUESTS, st.sampled_from([1, 3, 20, 132, 304]), st.sampled_from([1, 2, 8]), st.sampled_from([-1, -1, 100, 3000]), st.booleans())
@@ -158,6 +158,9 @@ WILD = st.one_of(st.integers(-(2**31), 2**31 - 1), st.sampled_from([0, 1, -1, 2*
 
 
 @settings(max_examples=40)
+@example([(-(10**6), 1), (1000, 2), (1000, 3)], 4, 1, 131072, 1, UNLIMITED, False)  # a sum that is too small
+@example([(2**29, 0)] * 9, 4, 1, UNLIMITED // 2, 1, UNLIMITED, False)  # one that 32 bits do not hold
+@example([(2**29, 0)] * 16 + [(2**28, 0)], 1, 1, UNLIMITED // 2, 1, UNLIMITED, False)
 @given(
     st.lists(st.tuples(WILD, WILD), min_size=1, max_size=40), st.integers(1, 300), st.integers(1, 5000),
     st.sampled_from([1, 77, 131072, UNLIMITED // 2]), st.sampled_from([1, 4]), st.sampled_from([0, 100, UNLIMITED]), st.booleans(),
@@ -187,6 +190,13 @@ def test_no_list_leaves_its_room(device, wild, parts, least, max_keys, max_seqle
         assert own == [(first + i, i, count) for i in range(count)]
     several = sorted([seq, own[0][0], len(own)] for seq, own in found.items() if len(own) > 1)
     assert sorted(merge for merge in merges if merge[2]) == several and merges[len(several) :] == [[0, 0, 0]] * (len(merges) - len(several))
+
+
+def test_a_sequence_without_queries_needs_no_key(device):
+    rule = Cut(lookup("cut", detect(device)), 4, 1, 131072)
+    lens, starts = (torch.tensor(values, dtype=torch.int32, device=device) for values in ([1000, 900, 10], [0, 0, 1, 2]))
+    work = run_cut(rule, lens, starts, num_seqs=3, max_seqlen_q=1, window_left=UNLIMITED, scratch=Fresh(device))
+    assert [item for item in lists(work)[0] if item[2]] == [*([1, split, 4] for split in range(4)), [2, 0, 1], [0, 0, 1]]
 
 
 # -- where it is done --------------------------------------------------------------------------------------------------------

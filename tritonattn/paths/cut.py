@@ -30,13 +30,12 @@ def keys_of(seq_lens, cu_seqlens_q, seq, num_seqs, max_seqlen_q, max_keys, windo
     if cu_seqlens_q is not None:
         queries = tl.load(cu_seqlens_q + seq + 1, mask=ok, other=0) - tl.load(cu_seqlens_q + seq, mask=ok, other=0)
         keys = tl.where(queries > 0, keys, 0)
-        queries = tl.minimum(tl.maximum(queries, 0), max_seqlen_q)
     return tl.minimum(tl.maximum(tl.minimum(keys, window_left + queries), 0), max_keys)
 
 
 @triton.jit
 def order_of(keys, seq):
-    """A number that is larger for more keys, and for a smaller sequence of as many."""
+    """A number that is larger for more keys, and for a smaller sequence of as many: what is no sequence comes last."""
     return (keys.to(tl.int64) << 32) + (0x7FFFFFFF - seq)
 
 
@@ -104,7 +103,7 @@ def cut(
         parts = parts_of(keys, other < num_seqs, length, crowded)
         items += parts
         several += (parts > 1).to(tl.int32)
-        before = tl.where(other < num_seqs, order_of(keys, other), -1)[None, :] > own_order[:, None]
+        before = order_of(keys, other)[None, :] > own_order[:, None]
         rank += tl.sum(before.to(tl.int32), 1)
         first += tl.sum(tl.where(before, parts[None, :], 0), 1)
 
