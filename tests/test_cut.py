@@ -18,7 +18,7 @@ import tritonattn
 from tests import cases, mla_cases
 from tritonattn import layouts
 from tritonattn.paths.cut import run_cut
-from tritonattn.plan import MAX_SPLITS, UNLIMITED, Cut, device_plan, most_work, part_counts, split_length, split_rule
+from tritonattn.plan import MAX_LENGTH, MAX_SPLITS, UNLIMITED, Cut, device_plan, most_work, part_counts, split_length, split_rule
 from tritonattn.problem import AttnProblem
 from tritonattn.scratch import Fresh
 from tritonattn.tuning.arch import assume, by_name, detect
@@ -159,11 +159,11 @@ WILD = st.one_of(st.integers(-(2**31), 2**31 - 1), st.sampled_from([0, 1, -1, 2*
 
 @settings(max_examples=40)
 @example([(-(10**6), 1), (1000, 2), (1000, 3)], 4, 1, 131072, 1, UNLIMITED, False)  # a sum that is too small
-@example([(2**29, 0)] * 9, 4, 1, UNLIMITED // 2, 1, UNLIMITED, False)  # one that 32 bits do not hold
-@example([(2**29, 0)] * 16 + [(2**28, 0)], 1, 1, UNLIMITED // 2, 1, UNLIMITED, False)
+@example([(2**29, 0)] * 9, 4, 1, MAX_LENGTH // 2, 1, UNLIMITED, False)  # one that 32 bits do not hold
+@example([(2**29, 0)] * 16 + [(2**28, 0)], 1, 1, MAX_LENGTH // 2, 1, UNLIMITED, False)
 @given(
     st.lists(st.tuples(WILD, WILD), min_size=1, max_size=40), st.integers(1, 300), st.integers(1, 5000),
-    st.sampled_from([1, 77, 131072, UNLIMITED // 2]), st.sampled_from([1, 4]), st.sampled_from([0, 100, UNLIMITED]), st.booleans(),
+    st.sampled_from([1, 77, 131072, MAX_LENGTH // 2]), st.sampled_from([1, 4]), st.sampled_from([0, 100, UNLIMITED]), st.booleans(),
 )  # fmt: skip
 def test_no_list_leaves_its_room(device, wild, parts, least, max_keys, max_seqlen_q, window_left, has_starts):
     """Each sequence stands in the list, whole or in parts that come first and are merged, and nothing is written beside it."""

@@ -89,7 +89,7 @@ class Cut(NamedTuple):
     row: Row
     parts: int
     least: int
-    max_keys: int  # what a sequence counts at most
+    max_keys: int  # that a sequence counts at most: three times as many fit int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,7 +147,7 @@ def device_plan(
     row = lookup("cut", arch, **problem.table_key())
     if keys < row.config["cut_keys"] * plan.num_splits:
         return plan
-    return replace(plan, cut=Cut(row, *split_rule(arch, problem, plan, max_seqlen_q, num_seqs), min(max_seqlen_k, UNLIMITED // 2)))
+    return replace(plan, cut=Cut(row, *split_rule(arch, problem, plan, max_seqlen_q, num_seqs), min(max_seqlen_k, MAX_LENGTH // 2)))
 
 
 @cache
