@@ -6,6 +6,9 @@ import torch
 import tritonattn
 from tests import cases
 from tritonattn import layouts, reference
+from tritonattn.tuning.arch import assume, detect
+from tritonattn.tuning.cases import unaligned
+from tritonattn.tuning.table import watch
 
 SINKS = torch.tensor([0.5, -1.0, 2.0])
 SLOPES = torch.tensor([0.5, 0.25, 0.0625])
@@ -90,6 +93,24 @@ def test_fp8_rows_that_end_within_16_bytes(device, layout, head_size):
     tritonattn.reshape_and_cache(key.to(device), value.to(device), *ours, slots.to(device), **scales)
     reference.reshape_and_cache(key, value, *want, slots, **scales)
     assert all(torch.equal(a.cpu().view(torch.uint8), b.view(torch.uint8)) for a, b in zip(ours, want, strict=True))
+
+
+@pytest.mark.parametrize("new", [1, 4, 8], ids="{} new".format)
+@pytest.mark.parametrize("fp8", [False, True], ids=["", "fp8"])
+@pytest.mark.parametrize("layout", ["nhd", "preshuffled"])
+def test_decode_over_strides_of_no_16_bytes(device, layout, fp8, new, monkeypatch):
+    """They have table rows of their own, by the number of query rows: 16, 32 and 64 here."""
+    descales = {"k_descale": 0.5, "v_descale": 0.25} if fp8 else {}
+    kv_dtype = cases.fp8_dtypes(device)[0] if fp8 else None
+    lens = [(new, 37), (0, 0), (1, 150)]
+    case = cases.decode(lens, layout=layout, heads=(16, 2), head_size=64, dtype=torch.bfloat16, kv_dtype=kv_dtype, **descales)
+    k, v, table = case.cache.poisoned("nan")
+    odd = unaligned(k.to(device)), unaligned(v.to(device)), table
+    monkeypatch.setattr(case.cache, "poisoned", lambda poison: odd)
+    watched, found = watch(detect(device))
+    with assume(watched):
+        case.check(device, num_splits=2)
+    assert {kernel for kernel, _ in found} >= {"decode_unaligned"}
 
 
 def test_fp8_queries(device):

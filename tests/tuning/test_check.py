@@ -112,6 +112,27 @@ print(json.dumps(found))
         assert ratio <= most and spills == 0 and reasons in ([], "fp8"), call
 
 
+def test_a_cache_whose_strides_are_no_16_bytes_has_rows_of_its_own():
+    """Those of `decode` would spill to memory, and `check` would say so."""
+    code = """
+import json
+from tritonattn.tuning import arch, cases, check, table
+from tritonattn.tuning.models import MODELS
+facts = arch.by_name("gfx942")
+spilled = table.rows("decode", facts)[1].config
+case = cases.Case("decode_unaligned", MODELS["llama-3-8b"], layout="nhd")
+for each in (facts, table.pin(facts, decode_unaligned=spilled)):
+    (verdict,) = check.judge_case(each, case)
+    print(json.dumps([verdict.row, verdict.launch.constexprs["VEC"], verdict.report.scratch, verdict.reasons, verdict.accepted]))
+"""
+    env = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    own, other = map(json.loads, done.stdout.splitlines())
+    assert own[0].startswith("gfx942/decode_unaligned.json") and own[1:4] == [1, 0, []] and "elements that come one by one" in own[4][0]
+    assert other[1] == 1 and other[2] > 0 and any("registers spilled" in reason for reason in other[3])
+
+
 @pytest.mark.parametrize("arguments, reason", [(("--kernel", "attention"), "--kernel must be among"), (("--arch", "gfx"), "arch must be one of gfx942")])
 def test_bad_arguments_are_named(arguments, reason):
     done = run_check(*arguments)

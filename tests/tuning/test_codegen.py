@@ -179,3 +179,13 @@ def test_scalar_spills_count_where_the_loop_pays():
     assert codegen.judge(report_of(loop, scalar_spills=2), by_name("gfx942")) == []
     reasons = codegen.judge(report_of(paying, scalar_spills=2), by_name("gfx942"))
     assert reasons == ["loop 1 of 1: 1 accesses to spilled scalar registers"]
+    assert codegen.judge(report_of(paying, scalar_spills=2), by_name("gfx942"), limits={"scalar_spill_accesses": 1}) == []
+
+
+def test_what_is_spilled_to_accumulators_may_be_accepted_and_scratch_never():
+    arch, (loop,) = by_name("gfx942"), codegen.hot_loops(ASSEMBLY.replace("v_accvgpr_read_b32 v1, a2", "v_add_u32_e32 v1, v2, v3"))
+    spilled, scratch = report_of(loop, spills=2, scratch=0), report_of(loop, spills=2, scratch=8)
+    assert codegen.judge(spilled, arch) == ["2 registers spilled, 0 bytes of scratch a lane"]
+    assert codegen.judge(spilled, arch, limits={"accumulator_spills": 2}) == []
+    assert codegen.judge(spilled, arch, limits={"accumulator_spills": 1}) == ["2 registers spilled, 0 bytes of scratch a lane"]
+    assert codegen.judge(scratch, arch, limits={"accumulator_spills": 2}) == ["2 registers spilled, 8 bytes of scratch a lane"]

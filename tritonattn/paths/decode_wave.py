@@ -315,7 +315,7 @@ def pick_order(kernel, grid, args, meta):
     target = triton.runtime.driver.active.get_current_target()
     if target.backend != "hip":
         return 0
-    key = kernel.fn.__name__, target.arch, meta.get("SHUFFLED")
+    key = kernel.fn.__name__, target.arch, meta.get("SHUFFLED"), meta["VEC"] > 1
     if key not in _order:
         _order[key] = min((0, 1), key=lambda order: lds_traffic(kernel.warmup(*args, grid=grid, ORD=order, **meta).asm["amdgcn"]))
     return _order[key]

@@ -20,7 +20,7 @@ import tritonattn
 from tritonattn import layouts, reference
 from tritonattn.tuning import check
 from tritonattn.tuning.arch import Arch, assume
-from tritonattn.tuning.cases import Case
+from tritonattn.tuning.cases import Case, unaligned
 from tritonattn.tuning.table import Row, pin
 
 from .device import launches_go_to, simulated
@@ -192,7 +192,8 @@ def _cache(case: Case, lens, dtype: torch.dtype, v_size: int, random) -> tuple[T
     k, v = random(blocks, case.block_size, 1, case.shape.head_size), random(blocks, case.block_size, 1, v_size)
     dead = ~_live(table, lens, blocks, case.block_size)
     k[dead] = v[dead] = math.nan
-    return *layouts.from_nhd(k.to(dtype), v.to(dtype), case.layout), table
+    k, v = layouts.from_nhd(k.to(dtype), v.to(dtype), case.layout)
+    return (unaligned(k), unaligned(v), table) if case.kernel == "decode_unaligned" else (k, v, table)
 
 
 def _mla(case: Case, dtype: torch.dtype, step: int, random, splits: int) -> _Problem:

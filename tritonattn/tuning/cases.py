@@ -23,6 +23,7 @@ from .models import MODELS, Model, model
 ENTRY_POINTS = {
     "prefill": ("attend",),
     "decode": ("decode", "decode_wave"),
+    "decode_unaligned": ("decode", "decode_wave"),
     "mla_decode": ("mla_decode", "mla_decode_wave", "mla_decode_wide"),
     "combine": ("combine",),
     "cut": ("cut",),
@@ -31,7 +32,7 @@ ENTRY_POINTS = {
     "merge": ("merge",),
 }
 _DISTINCT = ("llama-3-8b", "qwen3-235b", "gpt-oss-120b", "gemma-2-9b", "phi-3-mini", "phi-2")  # in head size, group and features
-EXPECT_MATRIX = ("prefill", "decode", "mla_decode")
+EXPECT_MATRIX = ("prefill", "decode", "decode_unaligned", "mla_decode")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -86,6 +87,12 @@ def cases(kernel: str) -> Iterator[Case]:
                     yield Case(kernel, MODELS[name], kv_dtype=kv_dtype, layout=layout, query_len=query_len)
             yield Case(kernel, MODELS["llama-3-8b"], layout=layout, batch=256, kv_len=1024)
         yield Case(kernel, MODELS["llama-3-8b"], layout="hnd", block_size=64, batch=1, kv_len=131072)
+        yield Case(kernel, MODELS["llama-3-8b"], dtype="fp32", layout="nhd")
+    elif kernel == "decode_unaligned":
+        for layout in ("nhd", "preshuffled"):
+            for kv_dtype in ("", "fp8"):
+                for name, query_len in (("llama-3-8b", 1), ("qwen3-235b", 2), ("qwen3-235b", 4), ("phi-2", 1), ("gemma-2-9b", 1), ("qwen3-next", 8)):
+                    yield Case(kernel, MODELS[name], kv_dtype=kv_dtype, layout=layout, query_len=query_len, local=MODELS[name].window > 0)
         yield Case(kernel, MODELS["llama-3-8b"], dtype="fp32", layout="nhd")
     elif kernel == "mla_decode":
         for heads_here in (16, 32, 64, 128):
@@ -193,6 +200,8 @@ def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu", real: bo
     blocks = case.batch * pages if real else 4
     k_cache, v_cache = allocate(case.layout, blocks, case.block_size, s.num_kv_heads, s.head_size, v_head_size=v_size, dtype=kv_dtype, device=device)
     _fill(k_cache, real), _fill(v_cache, real)
+    if case.kernel == "decode_unaligned":
+        k_cache, v_cache = unaligned(k_cache), unaligned(v_cache)
     table = (torch.arange(case.batch * pages, dtype=torch.int32, device=device) % blocks).view(case.batch, pages)
     layout = {"kv_layout": case.layout}
     descale = {"k_descale": 0.5, "v_descale": 0.5} if case.kv_dtype == "fp8" else {}
@@ -213,6 +222,12 @@ def prepare(case: Case, arch: Arch, device: str | torch.device = "cpu", real: bo
     bounds = {"seqused_k": lengths, "block_table": table, "max_seqlen_k": case.kv_len, "max_seqlen_q": case.query_len}
     splits = {"num_splits": case.num_splits}
     return partial(tritonattn.decode_attention, q, k_cache, v_cache, **bounds, **splits, **layout, **descale, **common)
+
+
+def unaligned(cache: torch.Tensor) -> torch.Tensor:
+    """The same numbers at strides of which one is no multiple of 16 bytes."""
+    pages = cache.flatten(1)
+    return torch.cat([pages, pages[:, :1]], 1)[:, :-1].unflatten(1, cache.shape[1:])
 
 
 def _fill(tensor: torch.Tensor, real: bool) -> torch.Tensor:

@@ -332,7 +332,7 @@ def _lds_width(op: str) -> int:
 # --- judging ------------------------------------------------------------------------------------------------------------------
 
 # What a hot loop may hold; a table row that cannot do better says so and sets its own ("accepts").
-LIMITS = {"accumulator_move_share": 0.05, "narrow_loads": 0, "narrow_lds_reads": 0}
+LIMITS = {"accumulator_move_share": 0.05, "accumulator_spills": 0, "narrow_loads": 0, "narrow_lds_reads": 0, "scalar_spill_accesses": 0}
 COMPILE_SECONDS = 20  # who serves without a warm-up waits that long
 BYTE_ARITHMETIC_SHARE = 0.25
 SCRATCH_SHARE_NVIDIA = 0.05  # ptxas keeps some loop-invariant values on the stack: the fastest prefill measured on an H200 does
@@ -347,7 +347,7 @@ def judge(report: Report, arch: Arch, needs_matrix: bool = True, limits: Mapping
     """
     reasons = []
     limits = {**LIMITS, **(limits or {})}
-    if (report.spills or report.scratch) and arch.backend != "cuda":
+    if (report.scratch or report.spills > limits["accumulator_spills"]) and arch.backend != "cuda":
         reasons.append(f"{report.spills} registers spilled, {report.scratch} bytes of scratch a lane")
     if report.lds > arch.lds_bytes:
         reasons.append(f"{report.lds} bytes of LDS, {arch.name} has {arch.lds_bytes}")
@@ -361,7 +361,7 @@ def judge(report: Report, arch: Arch, needs_matrix: bool = True, limits: Mapping
         at = f"loop {i + 1} of {len(report.loops)}"
         if loop.scratch > (SCRATCH_SHARE_NVIDIA * loop.instructions if arch.backend == "cuda" else 0):
             reasons.append(f"{at}: {loop.scratch} scratch accesses")
-        if report.scalar_spills and loop.lane_accesses:
+        if report.scalar_spills and loop.lane_accesses > limits["scalar_spill_accesses"]:
             reasons.append(f"{at}: {loop.lane_accesses} accesses to spilled scalar registers")
         for name, widths in (("loads", loop.global_loads), ("LDS reads", loop.lds_reads)):
             narrow = {width: n for width, n in widths.items() if width < 4}
