@@ -61,12 +61,15 @@ def serve_mla(deployment):
             up_project=lambda latent, rope, odd=odd: tuple(odd_rows(len(latent), heads, n, odd) for n in (s.head_size, s.v_head_size)),
             up_project_v=lambda latent: odd_rows(len(latent), heads, s.v_head_size, 0),
         )  # fmt: skip
+    for size in (1, 2, 64, 200):  # the op by itself, and cut on the device where sequences may be long
+        q, lens = torch.empty(size, heads, s.latent + s.rope, dtype=torch.bfloat16), torch.ones(size, dtype=torch.int32)
+        for longest in (100, 2000, 30000):
+            tritonattn.mla_decode(q, cache, seqused_k=lens, block_table=torch.zeros(size, 1875).int(), max_seqlen_k=longest, softmax_scale=0.1)
 
 
 def main(name, served):
-    deployment = warmup.Deployment(
-        model(served), kv_layout="nhd", max_model_len=LONGEST, tensor_parallel=8 if served == "deepseek-r1" else 1
-    )
+    latent = served == "deepseek-r1"
+    deployment = warmup.Deployment(model(served), kv_layout="nhd", max_model_len=32768 if latent else LONGEST, tensor_parallel=8 if latent else 1)
     arch = by_name(name)
     before = warmup.compile_ahead(deployment, arch)
     told = []
@@ -76,7 +79,7 @@ def main(name, served):
         odd = torch.empty(3, 4, 32, dtype=torch.float16)  # a shape that no model warmed up here has
         tritonattn.merge_attn_states(odd, torch.empty(4, 3), odd, torch.empty(4, 3))
     late = [event.kernel for event in told[len(after) :]]
-    print(json.dumps({"before": len(before), "after": after, "late": late, "key": told[-1].key if told else ""}))
+    print(json.dumps({"before": len(before), "kernels": sorted({event.kernel for event in before}), "after": after, "late": late, "key": told[-1].key if told else ""}))
 
 
 if __name__ == "__main__":
