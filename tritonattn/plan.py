@@ -193,7 +193,7 @@ class DecodeWork(NamedTuple):
     num_items: int
     merges: Tensor  # [num_merges, 3] sequence, its first item, items of it; 0 items: no merge
     num_merges: int
-    num_parts: int  # of the items; those of sequences that are cut come first
+    num_parts: int  # so many items at most are parts of a sequence that is cut; they come first
 
 
 ROW_ALIGN = 16  # where a sequence's part of a `ContextRow` may begin: then V of a preshuffled page is gathered in 16-byte runs

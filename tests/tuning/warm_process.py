@@ -79,7 +79,8 @@ def main(name, served):
         odd = torch.empty(3, 4, 32, dtype=torch.float16)  # a shape that no model warmed up here has
         tritonattn.merge_attn_states(odd, torch.empty(4, 3), odd, torch.empty(4, 3))
     late = [event.kernel for event in told[len(after) :]]
-    print(json.dumps({"before": len(before), "kernels": sorted({event.kernel for event in before}), "after": after, "late": late, "key": told[-1].key if told else ""}))
+    made = {"before": len(before), "kernels": sorted({event.kernel for event in before})}
+    print(json.dumps({**made, "after": after, "late": late, "key": told[-1].key if told else ""}))
 
 
 if __name__ == "__main__":
