@@ -73,6 +73,13 @@ def page(stored: Sequence[int], block_size: int, seed: int = 0) -> tuple[Tensor,
     return table, slots, len(ids) + 1
 
 
+def slots_outside(count: int, dtype: torch.dtype) -> list[int]:
+    """Slots that a cache of `count` slots does not have: beside it, a whole turn of int32 away, and the farthest there are."""
+    far = torch.iinfo(dtype)
+    turn = [] if dtype is torch.int32 else [(1 << 32) + 3, 3 - (1 << 32)]
+    return [-1, -2, -17, count, count + 1, count + 17, *turn, far.min, far.max]
+
+
 def fp8_dtypes(device: torch.device) -> list[torch.dtype]:
     """The 8-bit floats of the device that our caches take."""
     return [dtype for dtype in FP8_DTYPES if str(dtype).removeprefix("torch.") in detect(device).fp8_types]

@@ -220,6 +220,21 @@ def test_cache_write_touches_its_slots_alone(device, layout, slots):
 
 
 @pytest.mark.parametrize("layout", layouts.PAGED_LAYOUTS)
+@pytest.mark.parametrize("slots", [torch.int32, torch.int64], ids=str)
+def test_slots_outside_the_cache_are_skipped(device, layout, slots):
+    """The cache is two blocks of a pool of six: what lies around it belongs to others."""
+    mapping = torch.tensor([5, *cases.slots_outside(32, slots), 0, 31], dtype=slots)
+    key, value = torch.randn(2, len(mapping), 3, 64, generator=torch.Generator().manual_seed(0))
+    ours, want = ([torch.full_like(pool, cases.MARK) for pool in layouts.allocate(layout, 6, 16, 3, 64, dtype=torch.float32)] for _ in range(2))
+    ours = [pool.to(device) for pool in ours]
+    tritonattn.reshape_and_cache(key.to(device), value.to(device), *(pool[2:4] for pool in ours), mapping.to(device), kv_layout=layout)
+    reference.reshape_and_cache(key, value, *(pool[2:4] for pool in want), mapping, kv_layout=layout)
+    for got, expected in zip(ours, want, strict=True):
+        assert (expected[2:4] != cases.MARK).sum() == 3 * 3 * 64
+        assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize("layout", layouts.PAGED_LAYOUTS)
 def test_gather(device, layout):
     batch = cases.Batch([(0, 50), (0, 3), (0, 0), (0, 70)], heads=(2, 2), v_head_size=48, dtype=torch.bfloat16)
     starts, lengths = torch.tensor([3, 0, 0, 16]).int(), torch.tensor([40, 3, 0, 54]).int()

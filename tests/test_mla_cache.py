@@ -58,6 +58,19 @@ def test_write(device, dtype, sizes, gap):
     assert torch.equal(got.nan_to_num(-7.0), expected.nan_to_num(-7.0))
 
 
+@pytest.mark.parametrize("slots", [torch.int32, torch.int64], ids=str)
+def test_slots_outside_the_cache_are_skipped(device, slots):
+    """The cache is two blocks of a pool of six: what lies around it belongs to others."""
+    mapping = torch.tensor([5, *cases.slots_outside(32, slots), 0, 31], dtype=slots)
+    rows = torch.randn(len(mapping), 80, generator=torch.Generator().manual_seed(0))
+    pool, want = (torch.full((6, 16, 80), cases.MARK) for _ in range(2))
+    pool, there = pool.to(device), rows.to(device)
+    mla_cache_write(there[:, :64], there[:, 64:], pool[2:4], mapping.to(device))
+    reference.mla_cache_write(rows[:, :64], rows[:, 64:], want[2:4], mapping)
+    assert (want[2:4] != cases.MARK).sum() == 3 * 80
+    assert torch.equal(pool.cpu(), want)
+
+
 def test_written_in_pieces_or_at_once(device):
     """7 + 16 + 9 tokens one after the other, or 32 in one call: the same bytes."""
     gen = torch.Generator().manual_seed(0)

@@ -187,7 +187,8 @@ def reshape_and_cache(
 
     key [T, Hkv, D], value [T, Hkv, Dv]: bf16, fp16 or fp32. k_cache, v_cache: see `layouts`; the dtype of key, or fp8: then
     `stored = real / descale`, saturating, NaN stays NaN.
-    slot_mapping [at most T], int32 or int64: token i goes to block slot // block_size, position slot % block_size; -1: nowhere.
+    slot_mapping [at most T], int32 or int64: token i goes to block slot // block_size, position slot % block_size.
+    A slot that the cache does not have (-1, say) is skipped.
 
     Raises ValueError or TypeError with every reason, before any launch.
     """

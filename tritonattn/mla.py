@@ -110,7 +110,8 @@ def mla_cache_write(
 
     latent [T, latent], rope [T, rope]: bf16, fp16 or fp32. kv_cache [blocks, block_size, latent + rope]: the same dtype, or fp8: then
     `stored = real / descale`, saturating, NaN stays NaN.
-    slot_mapping [at most T], int32 or int64: token i goes to block slot // block_size, position slot % block_size; -1: nowhere.
+    slot_mapping [at most T], int32 or int64: token i goes to block slot // block_size, position slot % block_size.
+    A slot that the cache does not have (-1, say) is skipped.
 
     Raises ValueError or TypeError with every reason, before any launch.
     """

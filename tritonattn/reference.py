@@ -229,10 +229,10 @@ def merge_attn_states(out_a, lse_a, out_b, lse_b):
 def reshape_and_cache(
     key, value, k_cache, v_cache, slot_mapping, *, kv_layout="preshuffled", k_descale=None, v_descale=None
 ):
-    """Write key ``[T, Hkv, D]`` and value ``[T, Hkv, Dv]`` to ``slot = block * bs + offset``; -1 is skipped.  In place."""
+    """Write key ``[T, Hkv, D]`` and value ``[T, Hkv, Dv]`` to ``slot = block * bs + offset``; slots outside the cache are skipped.  In place."""
     block_size = k_cache.shape[{"nhd": 1, "hnd": 2, "preshuffled": 3}[kv_layout]]
     for token, slot in enumerate(slot_mapping.tolist()):
-        if slot < 0:
+        if not 0 <= slot < len(k_cache) * block_size:
             continue
         block, at = divmod(slot, block_size)
         k_row = quantise(key[token], k_descale, k_cache.dtype)
@@ -305,11 +305,11 @@ def mla_extend(
 
 
 def mla_cache_write(latent, rope, kv_cache, slot_mapping, *, kv_descale=None, rope_descale=None):
-    """Write latent ``[T, 512]`` and rope ``[T, 64]`` side by side to row ``slot``; -1 is skipped.  In place."""
+    """Write latent ``[T, 512]`` and rope ``[T, 64]`` side by side to row ``slot``; slots outside the cache are skipped.  In place."""
     rope_descale = kv_descale if rope_descale is None else rope_descale
     block_size = kv_cache.shape[1]
     for token, slot in enumerate(slot_mapping.tolist()):
-        if slot >= 0:
+        if 0 <= slot < len(kv_cache) * block_size:
             row = kv_cache[slot // block_size, slot % block_size]
             row[: latent.shape[1]] = quantise(latent[token : token + 1], kv_descale, kv_cache.dtype)[0]
             row[latent.shape[1] :] = quantise(rope[token : token + 1], rope_descale, kv_cache.dtype)[0]

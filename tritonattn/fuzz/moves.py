@@ -43,7 +43,9 @@ class Moves(Inputs):
 
     def _slots(self, count: int, room: int) -> Tensor:
         slots = torch.randperm(room, generator=self.generator)[:count].to(getattr(torch, self.r["slots"]))
-        slots[torch.rand(len(slots), generator=self.generator) < 0.2] = -1
+        outside = torch.rand(len(slots), generator=self.generator)
+        slots[outside < 0.2] = -1
+        slots[outside < 0.05] = torch.iinfo(slots.dtype).max
         return slots
 
     def _written(self, caches: tuple[Tensor, ...], write: Callable[..., None]) -> Callable[[Any], list[str]]:

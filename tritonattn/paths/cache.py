@@ -59,16 +59,16 @@ def write(
     k_cache, v_cache, key, value, k_descale, v_descale, slot_mapping,
     stride_key_token, stride_key_head, stride_value_token, stride_value_head, stride_k_block, stride_k_token, stride_k_head,
     stride_v_block, stride_v_token, stride_v_head, stride_k_descale, stride_v_descale,
-    num_slots, k_scale, v_scale,
+    num_tokens, num_blocks, k_scale, v_scale,
     SHUFFLED: tl.constexpr, X: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, VEC: tl.constexpr, VEC_CACHE: tl.constexpr, FP8: tl.constexpr,
     SCALED: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Token i goes to slot_mapping[i] = block * block_size + position, -1: nowhere. Grid (token blocks, KV heads)."""
+    """Token i goes to slot_mapping[i] = block * block_size + position; outside the cache: nowhere. Grid (token blocks, KV heads)."""
     tokens = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     head = tl.program_id(1).to(tl.int64)
-    slots = tl.load(slot_mapping + tokens, mask=tokens < num_slots, other=-1).to(tl.int64)
-    ok = slots >= 0
+    slots = tl.load(slot_mapping + tokens, mask=tokens < num_tokens, other=-1).to(tl.int64)
+    ok = (slots >= 0) & (slots < num_blocks.to(tl.int64) * BLOCK_SIZE)
     slots = tl.where(ok, slots, 0)
     write_rows(
         k_cache, key, k_descale, k_scale, head, tokens, slots, ok, stride_key_token, stride_key_head, stride_k_block, stride_k_token,
@@ -176,9 +176,9 @@ def run_write(
     key: Tensor, value: Tensor, cache: CacheView, slot_mapping: Tensor, k_descale: float | Tensor | None,
     v_descale: float | Tensor | None,
 ) -> None:  # fmt: skip
-    """Token i of `key` and `value` into slot slot_mapping[i] of the cache."""
-    num_slots = slot_mapping.shape[0]
-    if not num_slots or not cache.num_kv_heads:
+    """Token i of `key` and `value` into slot slot_mapping[i] of the cache, if it has that."""
+    num_tokens = slot_mapping.shape[0]
+    if not num_tokens or not cache.num_kv_heads:
         return
     row, static = _config("cache_write", detect(key.device), cache.kind, cache.block_size, cache.head_size, cache.v_head_size, cache.x)
     vec, vec_cache = launch.vec_width(key, value), launch.cache_width(cache.k, cache.v)
@@ -188,13 +188,13 @@ def run_write(
     k_cache, v_cache = (cache.k, cache.v) if fp8 is None else (cache.k.view(torch.uint8), cache.v.view(torch.uint8))
     with launch.on(key):
         launch.run(
-            write, (-(-num_slots // static["BLOCK_T"]), cache.num_kv_heads),
+            write, (-(-num_tokens // static["BLOCK_T"]), cache.num_kv_heads),
             (
                 k_cache, v_cache, key, value, k_scale.pointer, v_scale.pointer, slot_mapping,
                 key.stride(0) // vec, key.stride(1) // vec, value.stride(0) // vec, value.stride(1) // vec,
                 cache.stride_k_block // vec_cache, cache.stride_k_token // vec_cache, cache.stride_k_head // vec_cache,
                 cache.stride_v_block // vec_cache, cache.stride_v_token // vec_cache, cache.stride_v_head // vec_cache,
-                k_scale.stride, v_scale.stride, num_slots, k_scale.factor, v_scale.factor,
+                k_scale.stride, v_scale.stride, num_tokens, cache.num_blocks, k_scale.factor, v_scale.factor,
             ),
             {"VEC": vec, "VEC_CACHE": vec_cache, "FP8": fp8, "SCALED": scaled}, static, row,
         )  # fmt: skip
