@@ -186,6 +186,14 @@ def most_work(num_seqs: int, parts: int) -> tuple[int, int, int]:
     return num_seqs + parts, min(num_seqs, parts), 4 * parts // 3
 
 
+@lru_cache(maxsize=1024)
+def unaligned_row(arch: Arch, problem: AttnProblem, rows: int) -> Row:
+    """In place of a decode plan's row, which is chosen before the cache is seen, where the address or a stride of that is no multiple of
+    16 bytes: elements that come one by one take more registers. rows: of one program, as the plan has them."""
+    kernel = "mla_decode_unaligned" if problem.kv_layout == "latent" else "decode_unaligned"
+    return lookup(kernel, arch, **problem.table_key(), rows=rows)
+
+
 class DecodeWork(NamedTuple):
     """The parts of a decode batch in which each sequence has its own number of splits, longest sequences first. int32, flat, on the device."""
 

@@ -8,7 +8,7 @@ import pytest
 pytestmark = [pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter runs no machine code"), pytest.mark.timeout(1800)]
 
 ARCHES = [os.environ["TRITONATTN_SIM"]] if os.environ.get("TRITONATTN_SIM") else ["gfx942", "gfx950"]
-KERNELS = ["prefill", "decode", "decode_unaligned", "mla_decode", "combine", "cut", "merge", "cache_write", "gather"]
+KERNELS = ["prefill", "decode", "decode_unaligned", "mla_decode", "mla_decode_unaligned", "combine", "cut", "merge", "cache_write", "gather"]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -19,14 +19,14 @@ from tritonattn.paths import launch
 from tritonattn.paths.combine import run_combine, take_parts
 from tritonattn.paths.cut import run_cut
 from tritonattn.paths.decode_wave import launch_wave
-from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, least_contraction, window
+from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, least_contraction, unaligned_row, window
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnParams, AttnProblem, split_head_size
 from tritonattn.scratch import Scratch
 from tritonattn.tile import kv_load, mask, seqlens, softmax, store
 from tritonattn.tile.kv_load import descale, load_2d, upcast
-from tritonattn.tuning.arch import Arch, detect
-from tritonattn.tuning.table import Row, lookup
+from tritonattn.tuning.arch import detect
+from tritonattn.tuning.table import Row
 
 # P in float16 with FP8_HALF: scaled so that weights down to 2^-38 of the largest count, as they would in bfloat16.
 P_SCALE = tl.constexpr(16384.0)
@@ -295,7 +295,7 @@ def run_decode(
     if splits > 1 or work is not None:
         part_out, part_lse = take_parts(problem, splits * num_seqs if work is None else work.num_parts, max_seqlen_q, scratch)
     vec, vec_q, vec_out = launch.cache_width(cache.k, cache.v), launch.vec_width(q), launch.vec_width(out)
-    row = plan.row if vec > 1 else _unaligned_row(detect(q.device), problem, plan.rows)
+    row = plan.row if vec > 1 else unaligned_row(detect(q.device), problem, plan.rows)
     params = params.paged
     q_scale, k_scale, v_scale = descale_of(params.q_descale), descale_of(params.k_descale), descale_of(params.v_descale)
     grid = (problem.num_kv_heads * plan.row_blocks, *over)
@@ -327,12 +327,6 @@ def run_decode(
                 problem, out, lse, part_out, part_lse, cu_seqlens_q=cu_seqlens_q, num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
                 num_splits=splits, work=work, fp8=fp8,
             )  # fmt: skip
-
-
-@lru_cache(maxsize=1024)
-def _unaligned_row(arch: Arch, problem: AttnProblem, rows: int) -> Row:
-    """In place of the plan's, which was made before the cache was seen: elements that come one by one take more registers."""
-    return lookup("decode_unaligned", arch, **problem.table_key(), rows=rows)
 
 
 @lru_cache(maxsize=1024)

@@ -18,12 +18,13 @@ from torch import Tensor
 from tritonattn.paths import launch, mla_decode_wave, mla_decode_wide
 from tritonattn.paths.combine import run_combine, take_parts
 from tritonattn.paths.cut import run_cut
-from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, least_contraction, power_of_two
+from tritonattn.plan import LOG2E, UNLIMITED, DecodePlan, DecodeWork, compute_dtype, least_contraction, power_of_two, unaligned_row
 from tritonattn.plan import descale as descale_of
 from tritonattn.problem import AttnProblem, MlaParams, split_head_size
 from tritonattn.scratch import Scratch
 from tritonattn.tile import kv_load, mask, seqlens, softmax, store
 from tritonattn.tile.kv_load import convert_once, descale, load_2d, plain_rows, upcast
+from tritonattn.tuning.arch import detect
 from tritonattn.tuning.table import Row
 
 
@@ -222,8 +223,9 @@ def run_mla_decode(
     q_scale, kv_scale = descale_of(params.q_descale), descale_of(params.kv_descale)
     rope_scale = descale_of(params.kv_descale if params.rope_descale is None else params.rope_descale)
     flags = {"VEC": vec, "VEC_Q": vec_q, "VEC_OUT": vec_out, "SPLIT": part_out is not None, "ROWS": plan.rows}
-    start, static = _form(plan.row, problem, flags, q, kv_cache)
-    with launch.on(q, plan.row):
+    row = plan.row if vec > 1 else unaligned_row(detect(q.device), problem, plan.rows)
+    start, static = _form(row, problem, flags, q, kv_cache)
+    with launch.on(q, row):
         start(
             (plan.row_blocks, *over),
             (
@@ -236,7 +238,7 @@ def run_mla_decode(
                 splits, max_seqlen_q, params.softmax_scale * LOG2E * q_scale.factor, kv_scale.factor, rope_scale.factor,
                 0 if params.causal else UNLIMITED,
             ),
-            flags, static, plan.row,
+            flags, static, row,
         )  # fmt: skip
         if part_out is not None and part_lse is not None:
             run_combine(

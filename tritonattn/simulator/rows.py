@@ -202,7 +202,7 @@ def _mla(case: Case, dtype: torch.dtype, step: int, random, splits: int) -> _Pro
     table, blocks = _table(lens, case.block_size)
     cache = random(blocks, case.block_size, s.latent + s.rope)
     cache[~_live(table, lens, blocks, case.block_size)] = math.nan
-    cache = cache.to(dtype)
+    cache = unaligned(cache.to(dtype)) if case.kernel == "mla_decode_unaligned" else cache.to(dtype)
     q = random(len(lens) * query, s.num_heads, s.latent + s.rope)
     args = {"seqused_k": torch.tensor(lens, dtype=torch.int32), "block_table": table, "max_seqlen_k": max(lens), "max_seqlen_q": query,
             "softmax_scale": s.head_size**-0.5, "kv_lora_rank": s.latent, "kv_descale": 0.5 if case.kv_dtype == "fp8" else None}  # fmt: skip

@@ -25,6 +25,7 @@ ENTRY_POINTS = {
     "decode": ("decode", "decode_wave"),
     "decode_unaligned": ("decode", "decode_wave"),
     "mla_decode": ("mla_decode", "mla_decode_wave", "mla_decode_wide"),
+    "mla_decode_unaligned": ("mla_decode", "mla_decode_wave"),
     "combine": ("combine",),
     "cut": ("cut",),
     "cache_write": ("write", "write_latent"),
@@ -32,7 +33,7 @@ ENTRY_POINTS = {
     "merge": ("merge",),
 }
 _DISTINCT = ("llama-3-8b", "qwen3-235b", "gpt-oss-120b", "gemma-2-9b", "phi-3-mini", "phi-2")  # in head size, group and features
-EXPECT_MATRIX = ("prefill", "decode", "decode_unaligned", "mla_decode")
+EXPECT_MATRIX = ("prefill", "decode", "decode_unaligned", "mla_decode", "mla_decode_unaligned")
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -103,6 +104,12 @@ def cases(kernel: str) -> Iterator[Case]:
         for kv_dtype in ("", "fp8"):
             yield Case(kernel, MODELS["minicpm3"], layout="latent", kv_dtype=kv_dtype, block_size=64)
         yield Case(kernel, replace(MODELS["deepseek-r1"], num_heads=16, num_kv_heads=16, rope=32), layout="latent", block_size=64)
+    elif kernel == "mla_decode_unaligned":
+        for heads_here in (16, 128):
+            shape = replace(MODELS["deepseek-r1"], num_heads=heads_here, num_kv_heads=heads_here)
+            for kv_dtype in ("", "fp8"):
+                yield Case(kernel, shape, layout="latent", kv_dtype=kv_dtype, block_size=64)
+        yield Case(kernel, MODELS["minicpm3"], layout="latent", block_size=64)
     elif kernel in ("cache_write", "gather"):
         for layout in ("nhd", "preshuffled"):
             for kv_dtype in ("", "fp8"):
@@ -243,6 +250,8 @@ def _prepare_mla(case: Case, new, ints, kv_dtype, real: bool) -> partial:
     tokens = case.batch * case.query_len
     blocks = case.batch * pages if real else 4
     cache = new(blocks, case.block_size, s.latent + s.rope, dtype=kv_dtype)
+    if case.kernel == "mla_decode_unaligned":
+        cache = unaligned(cache)
     table = (torch.arange(case.batch * pages, dtype=torch.int32, device=cache.device) % blocks).view(case.batch, pages)
     scale = {"softmax_scale": s.head_size**-0.5, "kv_lora_rank": s.latent, "kv_descale": 0.5 if case.kv_dtype == "fp8" else None}
     if case.kernel == "prefill":

@@ -42,7 +42,7 @@ class Verdict:
         instructions = loop.instructions * self.report.num_warps
         if self.kernel == "prefill":
             return instructions / (tile["BLOCK_M"] * tile["BLOCK_N"]), "row and key"
-        if self.kernel == "mla_decode":
+        if self.kernel.startswith("mla_decode"):
             return instructions / (tile["ROWS"] * tile["BLOCK_N"]), "head and key"
         return instructions / tile["BLOCK_N"], "key of a KV head"
 

@@ -69,7 +69,7 @@ def _holds(condition, key, name, where) -> bool:
 def lookup(kernel: str, arch: Arch, **key) -> Row:
     """The first row of the kernel's table that holds for a problem.
 
-    kernel: "prefill", "decode", "decode_unaligned", "mla_decode", "combine", "cut", "cache_write", "gather" or "merge".
+    kernel: "prefill", "decode", "decode_unaligned", "mla_decode", "mla_decode_unaligned", "combine", "cut", "cache_write", "gather" or "merge".
     key:    what rows may ask for, by the names under `when` in schema.json; hashable values. `compute_units` is added.
 
     An arch without tables takes those of its nearest kin and warns once. TableError (a ValueError) names a file that is
