@@ -163,6 +163,8 @@ def test_attention_refuses(device, op, changes, error, text):
     ("extend_attention", {"total_context_len": torch.tensor(3)}, TypeError, "total_context_len must be an int on the host, got Tensor"),
     ("extend_attention", {"context_lens": ints(3)}, ValueError, "cu_seqlens_q must be [4], got [3]"),
     ("extend_attention", {"block_table": ints(3, 4)}, ValueError, "block_table must be [2, ..], got [3, 4]"),
+    ("decode_attention", {"ragged": 0}, TypeError, "ragged must be a bool, got int"),
+    ("mla_decode", {"ragged": None}, TypeError, "ragged must be a bool, got NoneType"),
     ("decode_attention", {"num_splits": -1}, ValueError, "num_splits must be at least 0, got -1"),
     ("decode_attention", {"num_splits": 2.0}, TypeError, "num_splits must be an int on the host, got float"),
     ("decode_attention", {"max_seqlen_q": 2}, ValueError, "q must hold 6 sequences of max_seqlen_q 2 tokens where cu_seqlens_q is None, got 6"),

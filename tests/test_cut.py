@@ -110,6 +110,12 @@ def test_any_lengths(device, lens, layout, window, units, latent, seed):
         case.check(device)
 
 
+def test_sequences_that_are_said_to_be_alike_are_cut_alike(device, works):
+    cases.decode(RAGGED).check(device, ragged=False)
+    mla_cases.decode(RAGGED).check(device, ragged=False)
+    assert not works
+
+
 # -- by the router's rule ----------------------------------------------------------------------------------------------------
 
 

@@ -32,7 +32,7 @@ from tritonattn.tuning.arch import detect
 @repeated
 def mla_decode(
     q: Tensor | tuple[Tensor, Tensor], kv_cache: Tensor, *, seqused_k: Tensor, block_table: Tensor, max_seqlen_k: int,
-    softmax_scale: float, kv_lora_rank: int = 512, cu_seqlens_q: Tensor | None = None, max_seqlen_q: int = 1, num_splits: int = 0,
+    softmax_scale: float, kv_lora_rank: int = 512, cu_seqlens_q: Tensor | None = None, max_seqlen_q: int = 1, num_splits: int = 0, ragged: bool = True,
     causal: bool = True, q_descale: Scale = None, kv_descale: Scale = None, rope_descale: Scale = None, out: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
@@ -44,14 +44,15 @@ def mla_decode(
     kv_cache [blocks, block_size, latent + rope]: the dtype of q, or fp8 with descales; any block and token stride. The new tokens
     are in it already.
     seqused_k [B]: keys of each sequence, the new tokens among them; 0 is legal. block_table [B, max_blocks].
-    num_splits: parts that the keys of each sequence are cut into; 0 lets the plan choose, by the lengths on the device, see `decode_attention`.
+    num_splits: parts that the keys of each sequence are cut into; 0 lets the plan choose, by the lengths on the device.
+    ragged: see `decode_attention`.
 
     Returns out [T, H, latent] (dtype of q; bf16 for fp8), and with return_lse also lse.
     Raises ValueError or TypeError with every reason, before any launch.
     """
     problem, params, q, q_rope = checks.check_mla_decode(
         q, kv_cache, seqused_k=seqused_k, block_table=block_table, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale,
-        kv_lora_rank=kv_lora_rank, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, num_splits=num_splits, causal=causal,
+        kv_lora_rank=kv_lora_rank, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, num_splits=num_splits, ragged=ragged, causal=causal,
         q_descale=q_descale, kv_descale=kv_descale, rope_descale=rope_descale, out=out,
     )  # fmt: skip
     num_seqs = len(seqused_k)
@@ -60,7 +61,7 @@ def mla_decode(
     run_mla_decode(
         problem, params, q, q_rope, kv_cache, out, lse, cu_seqlens_q=cu_seqlens_q, seq_lens=seqused_k, block_table=block_table,
         num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
-        plan=device_plan(detect(q.device), problem, num_seqs, max_seqlen_q, max_seqlen_k, num_splits), scratch=Fresh(q.device),
+        plan=device_plan(detect(q.device), problem, num_seqs, max_seqlen_q, max_seqlen_k, num_splits, ragged=ragged), scratch=Fresh(q.device),
     )  # fmt: skip
     return (out, lse) if lse is not None else out
 

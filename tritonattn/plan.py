@@ -133,15 +133,17 @@ def decode_plan(
 
 @lru_cache(maxsize=8192)
 def device_plan(
-    arch: Arch, problem: AttnProblem, num_seqs: int, max_seqlen_q: int, max_seqlen_k: int, num_splits: int = 0, window_left: int = -1
+    arch: Arch, problem: AttnProblem, num_seqs: int, max_seqlen_q: int, max_seqlen_k: int, num_splits: int = 0, window_left: int = -1,
+    ragged: bool = True,
 ) -> DecodePlan:
     """`decode_plan` of sequences whose lengths the host does not know: they may differ, and one of them may be the only long one.
 
     Then a long sequence would get no more splits than the short ones, and the call last as long as its few programs. So the batch is cut
-    on the device: where a lone sequence would have more splits, and a split is so long that it pays, `cut_keys` of the table.
+    on the device: where a lone sequence would have more splits, and a split is so long that it pays, `cut_keys` of the table. ragged:
+    whether they may differ at all.
     """
     plan = decode_plan(arch, problem, num_seqs, max_seqlen_q, max_seqlen_k, num_splits)
-    if num_splits > 0 or num_seqs < 2 or plan.num_splits >= decode_plan(arch, problem, 1, max_seqlen_q, max_seqlen_k).num_splits:
+    if not ragged or num_splits > 0 or num_seqs < 2 or plan.num_splits >= decode_plan(arch, problem, 1, max_seqlen_q, max_seqlen_k).num_splits:
         return plan
     keys = min(max_seqlen_k, window_left + max_seqlen_q) if window_left >= 0 else max_seqlen_k
     row = lookup("cut", arch, **problem.table_key())

@@ -3,7 +3,7 @@
 Each function takes the arguments of its public namesake (on the CPU, in any
 dtype) and returns ``(out, lse)`` in float64, ``lse`` being ``[Hq, T]`` in
 natural-log units.  Arguments that only bound or schedule the work (``max_*``,
-``num_splits``, ``chunk_tokens``) are taken and change nothing; ``out`` and
+``num_splits``, ``ragged``, ``chunk_tokens``) are taken and change nothing; ``out`` and
 ``return_lse`` are not taken.
 
 One request, one head, in the order of the contract::
@@ -188,7 +188,7 @@ def extend_attention(
 
 def decode_attention(
     q, k_cache, v_cache, *, seqused_k, block_table, max_seqlen_k=None, cu_seqlens_q=None, max_seqlen_q=1,
-    kv_layout="preshuffled", num_splits=0, softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0,
+    kv_layout="preshuffled", num_splits=0, ragged=True, softmax_scale=None, causal=True, window_size=(-1, -1), softcap=0.0,
     alibi_slopes=None, sinks=None, q_descale=None, k_descale=None, v_descale=None,
 ):  # fmt: skip
     """Keys of a request: ``seqused_k[b]`` cached tokens, the query tokens being the last of them."""
@@ -268,7 +268,7 @@ def _ints(values) -> list[int]:
 
 def mla_decode(
     q, kv_cache, *, seqused_k, block_table, max_seqlen_k=None, softmax_scale, kv_lora_rank=512, cu_seqlens_q=None,
-    max_seqlen_q=1, num_splits=0, causal=True, q_descale=None, kv_descale=None, rope_descale=None,
+    max_seqlen_q=1, num_splits=0, ragged=True, causal=True, q_descale=None, kv_descale=None, rope_descale=None,
 ):  # fmt: skip
     """Absorbed decode: q ``[T, H, latent + rope]`` or the pair, kv_cache ``[blocks, bs, latent + rope]``.
 

@@ -113,7 +113,7 @@ def _decode(row: Row, device: torch.device, peers: Peers | None, only: str) -> C
         return lambda: tritonattn.decode_attention(
             x.q, k_cache, v_cache, seqused_k=x.seq_lens, block_table=x.block_table, max_seqlen_k=x.max_seqlen_k,
             max_seqlen_q=row.query_len, kv_layout=layout, softmax_scale=x.scale, window_size=x.window_size,
-            k_descale=x.descales[0], v_descale=x.descales[1], out=out,
+            k_descale=x.descales[0], v_descale=x.descales[1], ragged=bool(row.key_lengths), out=out,
         )  # fmt: skip
 
     if row.suite == "cliffs":
@@ -136,7 +136,7 @@ def _mla(row: Row, device: torch.device, peers: Peers | None, only: str) -> Case
         cache, out = x.k_cache.squeeze(2), x.empty_out()
         return lambda: tritonattn.mla_decode(
             x.q, cache, seqused_k=x.seq_lens, block_table=x.block_table, max_seqlen_k=x.max_seqlen_k, softmax_scale=x.scale,
-            max_seqlen_q=row.query_len, out=out,
+            max_seqlen_q=row.query_len, ragged=bool(row.key_lengths), out=out,
         )  # fmt: skip
 
     return _attention(x, {"tritonattn": ours}, peers, only, "mla_decode")

@@ -87,7 +87,7 @@ def check_extend(
 
 
 def check_decode(
-    q, k_cache, v_cache, *, seqused_k, block_table, max_seqlen_k, cu_seqlens_q, max_seqlen_q, kv_layout, num_splits,
+    q, k_cache, v_cache, *, seqused_k, block_table, max_seqlen_k, cu_seqlens_q, max_seqlen_q, kv_layout, num_splits, ragged,
     softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale, out,
 ) -> tuple[AttnProblem, CacheView, AttnParams]:  # fmt: skip
     """Arguments of `decode_attention`."""
@@ -96,6 +96,7 @@ def check_decode(
     longest = reasons.longest("max_seqlen_k", max_seqlen_k)
     most = reasons.longest("max_seqlen_q", max_seqlen_q, 1)
     reasons.integer("num_splits", num_splits, 0)
+    reasons.flag("ragged", ragged)
     sizes = reasons.rows("q", q, 3, FLOATS_AND_FP8)
     (batch,) = reasons.rows("seqused_k", seqused_k, 1, INT32)
     reasons.table(block_table, batch, longest)

@@ -15,7 +15,7 @@ MIN_LATENT, MAX_LATENT, MIN_ROPE, MAX_ROPE, LATENT_STEP = 32, 512, 16, 128, 16
 
 
 def check_mla_decode(
-    q, kv_cache, *, seqused_k, block_table, max_seqlen_k, softmax_scale, kv_lora_rank, cu_seqlens_q, max_seqlen_q, num_splits,
+    q, kv_cache, *, seqused_k, block_table, max_seqlen_k, softmax_scale, kv_lora_rank, cu_seqlens_q, max_seqlen_q, num_splits, ragged,
     causal, q_descale, kv_descale, rope_descale, out,
 ) -> tuple[AttnProblem, MlaParams, Tensor, Tensor | None]:  # fmt: skip
     """Arguments of `mla_decode`. Gives q, or its latent and its rope part where it came as a pair."""
@@ -34,6 +34,7 @@ def check_mla_decode(
     longest = reasons.longest("max_seqlen_k", max_seqlen_k)
     most = reasons.longest("max_seqlen_q", max_seqlen_q, 1)
     reasons.integer("num_splits", num_splits, 0)
+    reasons.flag("ragged", ragged)
     (batch,) = reasons.rows("seqused_k", seqused_k, 1, INT32)
     rank, rope, width = _latent_cache(reasons, kv_cache, kv_lora_rank)
     if q_rope is not None:

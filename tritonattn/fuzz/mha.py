@@ -44,6 +44,7 @@ class Mha(Inputs):
             "q": self.padded(q), **cache, "seqused_k": torch.tensor(k_lens, dtype=torch.int32), "block_table": self.table[: len(lens)],
             "max_seqlen_k": max(k_lens, default=0) + r["slack"], "cu_seqlens_q": None if r["uniform"] else cumulative(q_lens),
             "max_seqlen_q": max([1, *q_lens]) + (0 if r["uniform"] else min(r["slack"], 1)), "kv_layout": r["layout"], "num_splits": r["num_splits"], **scales,
+            "ragged": r["ragged"],
             **options, "out": self.out(sum(q_lens) + r["padding"], r["v_head_size"]), "return_lse": r["return_lse"],
         }  # fmt: skip
         exact = [self.kept(rows, scales["k_descale"]) for rows in keys], [self.kept(rows, scales["v_descale"]) for rows in values]

@@ -19,7 +19,7 @@ MLA = ("mla_decode", "mla_extend", "MlaRouter", "mla_cache_write", "mla_gather_c
 DEFAULTS: Recipe = {
     "seed": 0, "lens": [[1, 4]], "kv_heads": 1, "group": 1, "head_size": 32, "v_head_size": 32, "latent": 32, "rope": 16, "dtype": "float32",
     "fp8": "", "fp8_q": False, "layout": "nhd", "block_size": 16, "causal": True, "window": [-1, -1], "softcap": 0.0, "scale": None, "alibi": False,
-    "sinks": False, "descale": "none", "num_splits": 0, "chunk_tokens": 32768, "threshold": 1, "magnitude": 1.0, "poison": "nan",
+    "sinks": False, "descale": "none", "num_splits": 0, "ragged": True, "chunk_tokens": 32768, "threshold": 1, "magnitude": 1.0, "poison": "nan",
     "view": "dense", "padding": 0, "slack": 0, "return_lse": True, "out": "made", "shared": False, "pair": False, "uniform": False, "total": False,
     "invariant": False, "slots": "int64", "wrong": None,
 }  # fmt: skip
@@ -56,7 +56,8 @@ def recipes(op: str, fp8: tuple[str, ...], longest: int) -> st.SearchStrategy[Re
             window = st.tuples(st.integers(-1, longest), st.integers(-1, 9)).map(list)
             draws |= {"window": st.one_of(st.just([-1, -1]), window), "softcap": often(0.0, 2.0, 50.0), "alibi": st.booleans(), "sinks": st.booleans()}
         if op in ("decode_attention", "mla_decode"):
-            draws |= {"num_splits": st.sampled_from([0, 1, 2, 3, 7, 40]), "fp8_q": st.booleans(), "uniform": st.booleans(), "pair": st.booleans()}
+            draws |= {"num_splits": st.sampled_from([0, 1, 2, 3, 7, 40]), "ragged": st.booleans()}
+            draws |= {"fp8_q": st.booleans(), "uniform": st.booleans(), "pair": st.booleans()}
         if op == "flash_attn_varlen_func":
             draws |= {"fp8_q": st.booleans()}
         if op in ("extend_attention", "mla_extend", "Router", "MlaRouter"):
