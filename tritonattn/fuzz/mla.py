@@ -27,7 +27,8 @@ class Mla(Inputs):
             "q": (wide[..., : r["latent"]], wide[..., r["latent"] :]) if r["pair"] else wide, "kv_cache": cache, "kv_lora_rank": r["latent"],
             "seqused_k": torch.tensor(k_lens, dtype=torch.int32), "block_table": self.table, "max_seqlen_k": max(k_lens, default=0) + r["slack"],
             "cu_seqlens_q": None if r["uniform"] else cumulative(q_lens), "max_seqlen_q": max([1, *q_lens]), "num_splits": r["num_splits"],
-            "ragged": r["ragged"], "q_descale": q_descale, **scales, **options, "out": self.out(sum(q_lens) + r["padding"], r["latent"]), "return_lse": r["return_lse"],
+            "ragged": r["ragged"],
+            "q_descale": q_descale, **scales, **options, "out": self.out(sum(q_lens) + r["padding"], r["latent"]), "return_lse": r["return_lse"],
         }  # fmt: skip
         exact = [self.kept_rows(row, scales) for row in rows]
         verify = self.verifier(args, self.real(q, q_descale), exact, [row[..., : r["latent"]] for row in exact], options, q_lens=q_lens)
