@@ -4,6 +4,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +16,8 @@ from tritonattn.cli import COMMANDS, main
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def command(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "tritonattn", *words], cwd=ROOT, capture_output=True, text=True)
+def command(*words: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "tritonattn", *words], cwd=ROOT, capture_output=True, text=True, env=os.environ | variables)
 
 
 def test_help_lists_every_command(capsys):
@@ -70,6 +71,42 @@ def test_an_expected_error_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "tritonattn info: max_tokens must be >= 1, got 0\n"
     with pytest.raises(ValueError, match="got 0"):
         main(["--traceback", "info"])
+
+
+WRONG = {
+    "TRITONATTN_SIM": ("foo", "must be one of gfx942, gfx950, got 'foo'"),
+    "TRITONATTN_SIM_THREADS": ("0", "must be an integer of at least 1, got '0'"),
+    "TRITONATTN_ARCH": ("MI100", "must be one of gfx942, gfx950, sm_90, interpreter, MI300X"),
+    "TRITONATTN_LOG": ("calls", "must be call, dump or call,dump, got 'calls'"),
+    "TRITONATTN_TABLES": ("/nowhere", "must be a folder that is there, got '/nowhere'"),
+    "TRITONATTN_VLLM_KV_LAYOUT": ("nhd", "must be one of auto, packed, preshuffled, got 'nhd'"),
+    "TRITONATTN_VLLM_ALLOW_UNTESTED": ("yes", "must be one of 0, 1, got 'yes'"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+@pytest.mark.parametrize("words", [["info"], ["explain", "1@40"]], ids=" ".join)
+def test_a_wrong_variable_is_one_line(name, words):
+    value, said = WRONG[name]
+    done = command(*words, **{"TRITON_INTERPRET": "", "TRITONATTN_SIM": "", name: value})
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"tritonattn {words[0]}: {name} {said}")
+    assert done.stderr.count("\n") == 1 and not done.stdout
+
+
+def test_all_wrong_variables_at_once():
+    done = command("info", TRITON_INTERPRET="1", TRITONATTN_SIM="gfx942", TRITONATTN_SIM_THREADS="x")
+    assert done.returncode == 2
+    assert done.stderr == ("tritonattn info: TRITONATTN_SIM must not be set beside TRITON_INTERPRET=1, which runs no machine code to simulate, "
+                           "got 'gfx942'; TRITONATTN_SIM_THREADS must be an integer of at least 1, got 'x'\n")
+
+
+@pytest.mark.parametrize("use", ["from tritonattn import Router", "import tritonattn; tritonattn.mla_decode"])
+def test_an_op_refuses_a_simulated_gpu_that_is_none(use):
+    env = os.environ | {"TRITON_INTERPRET": "", "TRITONATTN_SIM": "foo"}
+    done = subprocess.run([sys.executable, "-c", use], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 1
+    assert "ValueError: TRITONATTN_SIM must be one of gfx942, gfx950, got 'foo'" in done.stderr
 
 
 def test_info_as_a_module_and_as_json():

@@ -15,7 +15,8 @@ from tritonattn.paths import launch
 PACKAGE = Path(tritonattn.__file__).parent
 # From the facts upwards; a module imports its own layer and those before it. What is in none is above them all.
 LAYERS = [
-    {"problem", "layouts", "reference", "scratch", "log", "where", "tuning.arch", "tuning.schema", "tuning.table", "tuning.tables_dir", "tuning.codegen"},
+    {"environment", "problem", "layouts", "reference", "scratch", "log", "where"}
+    | {"tuning.arch", "tuning.schema", "tuning.table", "tuning.tables_dir", "tuning.codegen"},
     {"checks", "plan", "batch"},
     {"router", "mla_router", "tile"},
     {"paths"},

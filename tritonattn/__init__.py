@@ -4,7 +4,10 @@ The ops, the cache layouts and the router are attributes of this package, loaded
 """
 
 import os
+from contextlib import suppress
 from importlib import import_module
+
+from tritonattn.environment import simulated_arch
 
 _HOME = {
     "flash_attn_varlen_func": "torch_ops", "extend_attention": "torch_ops", "decode_attention": "torch_ops",
@@ -19,6 +22,7 @@ __all__ = [*_HOME, *_MODULES]
 
 
 def __getattr__(name: str):
+    simulated_arch()  # refused here, not by the import below: a command says it in one line
     if name in _HOME:
         value = getattr(import_module(f"tritonattn.{_HOME[name]}"), name)
         if os.environ.get("TRITONATTN_LOG") and callable(value) and not isinstance(value, type):
@@ -35,5 +39,6 @@ def __dir__():
     return sorted({*globals(), *__all__})
 
 
-if os.environ.get("TRITONATTN_SIM"):  # every kernel of this process runs on a simulated GPU
-    import_module("tritonattn.simulator").use(os.environ["TRITONATTN_SIM"])
+with suppress(ValueError):
+    if simulated_arch():  # every kernel of this process runs there
+        import_module("tritonattn.simulator").use(simulated_arch())

@@ -9,6 +9,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from tritonattn import environment
+
 COMMANDS = {
     "info": ("tritonattn.info", "device, arch, versions and the tables found"),
     "demo": ("tritonattn.demo", "serve a real model through prefill, extend and decode, and check every token"),
@@ -27,17 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``argv`` (default: the process's own arguments) and returns the exit code."""
     argv = list(sys.argv[1:] if argv is None else argv)
     name = next((word for word in argv if not word.startswith("-")), None)
-    args = _parser(name).parse_args(argv, argparse.Namespace(argv=argv))
     try:
+        if name in COMMANDS:
+            environment.check()
+        args = _parser(name).parse_args(argv, argparse.Namespace(argv=argv))
         return args.run(args) or 0
     except BrokenPipeError:
         return 1
     except KeyboardInterrupt:
         return 130
     except (ValueError, TypeError, OSError, ImportError) as error:
-        if args.traceback:
+        if "--traceback" in argv:
             raise
-        print(f"tritonattn {args.command}: {error}", file=sys.stderr)
+        print(f"tritonattn {name}: {error}", file=sys.stderr)
         return 2
 
 

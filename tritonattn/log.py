@@ -8,16 +8,14 @@ reads results back and so waits for the device at every call. Both may be given:
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-MODES = frozenset(filter(None, os.environ.get("TRITONATTN_LOG", "").split(",")))
-if MODES - {"call", "dump"}:
-    raise ValueError(f"TRITONATTN_LOG must be call, dump or call,dump, got {os.environ['TRITONATTN_LOG']!r}")
+from tritonattn.environment import log_modes
 
+MODES = log_modes()
 CALLS = "call" in MODES
 _dumps = 0
 

@@ -17,7 +17,9 @@ from triton.backends.driver import DriverBase
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.driver import driver
 
-from .program import Memory, default_threads, program
+from tritonattn.environment import simulator_threads
+
+from .program import Memory, program
 from .text import Unsupported
 
 # LDS bytes of a compute unit and number of compute units (MI300X, MI355X): what the HIP runtime would report.
@@ -106,7 +108,7 @@ class _Launcher:
 
 
 def _execute(prog, arguments, memory, grid, metadata):
-    prog.run(arguments, memory, grid, metadata.num_warps, metadata.shared, threads=default_threads())
+    prog.run(arguments, memory, grid, metadata.num_warps, metadata.shared, threads=simulator_threads())
 
 
 _observers: list = []

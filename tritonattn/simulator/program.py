@@ -3,7 +3,6 @@
 import concurrent.futures
 import ctypes
 import functools
-import os
 from dataclasses import dataclass
 
 from . import core
@@ -131,8 +130,3 @@ class Program:
 def program(text):
     """`Program(text)`, remembered."""
     return Program(text)
-
-
-def default_threads():
-    """Host threads for one launch: TRITONATTN_SIM_THREADS, else one a core."""
-    return int(os.environ.get("TRITONATTN_SIM_THREADS") or os.cpu_count() or 1)

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from types import MappingProxyType
 
+from tritonattn import environment
+
 ROCM_SPECS = "rocm.docs.amd.com, AMD GPU specifications table"
 DATASHEET = "vendor product page"
 COMPILED = "compiled and counted from the assembly with Triton 3.6.0 and 3.9.0, no GPU"
@@ -316,9 +318,9 @@ def detect(device=None) -> Arch:
     """
     if _assumed:
         return _assumed[-1]
-    override = os.environ.get("TRITONATTN_ARCH")
+    override = environment.arch()
     if override:
-        return by_name(override, "TRITONATTN_ARCH")
+        return by_name(override)
     import torch
 
     if device is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, lru_cache
@@ -16,6 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
+
+from tritonattn import environment
 
 from . import schema
 from .arch import Arch, warn_untuned
@@ -142,8 +143,8 @@ def rows(kernel: str, arch: Arch) -> tuple[Row, ...]:
 
 def folders() -> tuple[Path, ...]:
     """Where tables are looked for: $TRITONATTN_TABLES if set, then those that came with the library."""
-    own = os.environ.get("TRITONATTN_TABLES")
-    return (*([Path(own)] if own else []), tables_dir())
+    own = environment.tables()
+    return (*([own] if own else []), tables_dir())
 
 
 @cache

@@ -7,7 +7,8 @@ torch, no Triton, no GPU.
 from __future__ import annotations
 
 import importlib.metadata
-import os
+
+from tritonattn.environment import vllm_allow_untested
 
 TESTED = ("0.33.0",)
 ALLOW_UNTESTED = "TRITONATTN_VLLM_ALLOW_UNTESTED"
@@ -20,7 +21,7 @@ MLA_PREFILL_OR_STOCK = "tritonattn.integrations.vllm.mla_prefill.StockElseOurs"
 def refusal() -> str | None:
     """Why the installed vLLM is not taken; None where it is."""
     installed = importlib.metadata.version("vllm")
-    if installed.split("+")[0] in TESTED or os.environ.get(ALLOW_UNTESTED) == "1":
+    if installed.split("+")[0] in TESTED or vllm_allow_untested():
         return None
     return (
         f"tritonattn's plug-in is tested with vLLM {', '.join(TESTED)}, not with {installed}, whose attention interface may differ. "

@@ -7,25 +7,20 @@ own choice. "packed" is that format. "preshuffled" puts the preshuffled K page, 
 
 from __future__ import annotations
 
-import os
-
 import torch
 from torch import Tensor
 
-from tritonattn import layouts
+from tritonattn import environment, layouts
 from tritonattn.layouts import CacheView
 from tritonattn.tuning.arch import detect
 
 SETTING = "TRITONATTN_VLLM_KV_LAYOUT"
-CHOICES = ("auto", "packed", "preshuffled")
 PRESHUFFLED_BY_DEFAULT = ("gfx942", "gfx950")
 
 
 def chosen() -> str:
     """"packed" or "preshuffled", by the setting or else by the device. ValueError for another value."""
-    choice = os.environ.get(SETTING, "auto")
-    if choice not in CHOICES:
-        raise ValueError(f"{SETTING} must be one of {', '.join(CHOICES)}, got {choice!r}")
+    choice = environment.vllm_kv_layout()
     if choice != "auto":
         return choice
     arch = detect("cuda" if torch.cuda.is_available() else "cpu")
