@@ -49,10 +49,11 @@ class Layer:
     def up_project_v(self, latent):
         return torch.einsum("thl,hdl->thd", latent.float(), self.up_project.w_v.to(latent.device)).to(latent.dtype)
 
-    def router(self, device):
+    def router(self, device, **scales):
         return tritonattn.MlaRouter(
             HEADS, softmax_scale=SCALE, dtype=self.dtype, device=device, kv_lora_rank=LATENT, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
-            v_head_dim=V, kv_dtype=self.kv_dtype, decode_threshold=self.threshold, chunk_tokens=48, block_size=self.block_size, **self.scales,
+            v_head_dim=V, kv_dtype=self.kv_dtype, decode_threshold=self.threshold, chunk_tokens=48, block_size=self.block_size,
+            **self.scales | scales,
         )  # fmt: skip
 
     def run(self, device, router=None, poison="nan", **options):
@@ -142,6 +143,13 @@ def test_fp8_cache_of_two_descales(device):
     for kv_dtype in cases.fp8_dtypes(device):
         layer = Layer(MIXED[:4], dtype=torch.bfloat16, kv_dtype=kv_dtype, kv_descale=0.25, rope_descale=0.5)
         layer.check(device, tolerance=0.04)
+
+
+@pytest.mark.parametrize("names", [["kv_descale"], ["rope_descale"], ["kv_descale", "rope_descale"]], ids="+".join)
+def test_descales_of_a_layer_replace_each_its_own(device, names):
+    layer = Layer(MIXED[:4], kv_descale=0.25, rope_descale=0.5)
+    router = layer.router(device, **dict.fromkeys(names, 3.0))
+    layer.check(device, router=router, **{name: layer.scales[name] for name in names})
 
 
 @pytest.mark.parametrize("changes,words", [

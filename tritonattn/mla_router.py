@@ -107,7 +107,7 @@ class MlaRouter(Router):
             up_project_v: [n, H, latent] -> [n, H, v], for the outputs of decode requests.
             out: [T, H, v]. Rows past the last request stay as they are in a given ``out`` and are 0 in a new one; in a batch of
                 decode requests alone they are what ``up_project_v`` makes of 0.
-            kv_descale, rope_descale: of this layer, in place of the router's.
+            kv_descale, rope_descale: of this layer, each in place of the router's.
 
         Returns:
             out, with ``return_lse`` the pair ``(out, lse)``, lse [H, T] fp32, natural log.

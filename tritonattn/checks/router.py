@@ -216,9 +216,8 @@ def check_mla_run(
     reasons.descale("kv_descale", kv_descale, 1)
     reasons.descale("rope_descale", rope_descale, 1)
     reasons.done()
-    if kv_descale is not None or rope_descale is not None:
-        params = params._replace(kv_descale=kv_descale, rope_descale=rope_descale)
-    return None if kv_cache is None else latent_halves(kv_cache, paged.v_head_size), params
+    own = {name: value for name, value in (("kv_descale", kv_descale), ("rope_descale", rope_descale)) if value is not None}
+    return None if kv_cache is None else latent_halves(kv_cache, paged.v_head_size), params._replace(**own) if own else params
 
 
 def check_absorbed(q, problem: AttnProblem, num_tokens: int, device: torch.device) -> tuple[Tensor, Tensor | None]:
