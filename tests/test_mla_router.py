@@ -123,6 +123,18 @@ def test_batches_of_one_kind(device, lens):
         assert router.run(plan, empty, empty, empty[..., :V], None, **functions).shape == (0, HEADS, V)
 
 
+def test_a_batch_of_padding_alone(device):
+    layer = Layer([(1, 2)])
+    router = layer.router(device)
+    functions = {"absorb": layer.absorb, "up_project": layer.up_project, "up_project_v": layer.up_project_v}
+    for lens, rows in (([0], 0), ([0, 20], 0), ([0], 2), ([], 2)):
+        plan = router.plan([0] * len(lens), lens, torch.zeros(len(lens), 2, dtype=torch.int32, device=device))
+        q = torch.full((rows, HEADS, NOPE + ROPE), math.nan, device=device)
+        out, lse = router.run(plan, q, None, None, layer.cache.poisoned("nan").to(device), **functions, return_lse=True)
+        assert out.shape == (rows, HEADS, V) and (out == 0).all()
+        assert lse.shape == (HEADS, rows) and (lse == -math.inf).all()
+
+
 def test_given_out_and_marks(device):
     layer = Layer(MIXED)
     out = torch.full((layer.batch.tokens + cases.PAD_ROWS, HEADS, V), cases.MARK, device=device)

@@ -144,12 +144,13 @@ class MlaRouter(Router):
                 self.dense, self.params, q, k, v, out, lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_q, num_seqs=plan.num_seqs,
                 max_seqlen_q=prefill.max_seqlen_q, tiles=prefill.tiles, num_tiles=prefill.num_tiles,
             )  # fmt: skip
-        if isinstance(decode, MlaDecodeLaunch) and kv_cache is not None and table is not None:
+        if isinstance(decode, MlaDecodeLaunch) and len(q) and kv_cache is not None and table is not None:
             rows = decode.tokens
             absorbed = absorb(q if rows is None else q[rows])
             q_latent, q_rope = check_absorbed(absorbed, self.paged, len(q) if rows is None else len(rows), self.device)
             tokens, heads = q_latent.shape[:2]
-            latent = self.scratch.take("latent_out", tokens * heads * self.paged.v_head_size, q.dtype).view(tokens, heads, -1)
+            width = self.paged.v_head_size
+            latent = self.scratch.take("latent_out", tokens * heads * width, q.dtype).view(tokens, heads, width)
             part_lse = lse if rows is None or lse is None else self.scratch.take("latent_lse", heads * tokens, lse.dtype).view(heads, tokens)
             if rows is None:
                 latent.zero_()
