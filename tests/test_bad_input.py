@@ -122,10 +122,15 @@ EVERYWHERE = [
     ({"window_size": (3, -7)}, ValueError, "window_size right (-1: unlimited) must be at least -1, got -7"),
     ({"window_size": 3}, TypeError, "window_size must be a pair (left, right), got 3"),
     ({"window_size": (1.5, 0)}, TypeError, "window_size left (-1: unlimited) must be an int on the host, got float"),
+    ({"window_size": np.array([4, 0])}, TypeError, "window_size must be a pair (left, right), got array([4, 0])"),
+    ({"window_size": (np.array([4, 5]), 0)}, TypeError, "window_size left (-1: unlimited) must be an int on the host, got ndarray"),
+    ({"window_size": (torch.tensor(-1), -1)}, TypeError, "window_size left (-1: unlimited) must be an int on the host, got Tensor"),
     ({"softmax_scale": 0.0}, ValueError, "softmax_scale must be finite and above 0, got 0.0"),
     ({"softmax_scale": float("nan")}, ValueError, "softmax_scale must be finite and above 0, got nan"),
     ({"softmax_scale": torch.ones(1)}, TypeError, "softmax_scale must be a float, got Tensor"),
+    ({"softmax_scale": np.float32("nan")}, ValueError, "softmax_scale must be finite and above 0, got nan"),
     ({"softcap": -1.0}, ValueError, "softcap must be finite and at least 0, got -1.0"),
+    ({"softcap": np.array([1.0, 2.0])}, TypeError, "softcap must be a float, got ndarray"),
     ({"causal": 1}, TypeError, "causal must be a bool, got int"),
     ({"alibi_slopes": torch.zeros(3)}, ValueError, "alibi_slopes must be [4], got [3]"),
     ({"alibi_slopes": torch.zeros(4).int()}, TypeError, "alibi_slopes must be"),
@@ -251,6 +256,19 @@ def test_overlaps(shape, strides, shared):
     assert overlaps(torch.zeros(400).as_strided(shape, strides)) is shared
 
 
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("op", [op for op in OPS if "Router" not in op])
+def test_numbers_of_numpy_are_numbers(device, op, kind):
+    """The results are those of Python's numbers."""
+    recipe = {"lens": [[2, 30], [1, 17]], "scale": 0.5, "softcap": 2.0, "window": [9, 0], "num_splits": 2, "chunk_tokens": 16, "descale": "number"}
+    results = []
+    for kinds in ({float: lambda x: float(kind(x))}, {float: kind, int: np.int32}):
+        args = {name: kinds.get(type(x), lambda x: x)(onto(x, device)) for name, x in build({"op": op, **recipe}).args.items()}
+        got = getattr(tritonattn, op)(**args)
+        results.append([x for x in (*args.values(), *(got if isinstance(got, tuple) else (got,))) if isinstance(x, torch.Tensor)])
+    assert all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(*results, strict=True))
+
+
 def test_every_reason_at_once(device):
     text = refuse(
         "decode_attention", ValueError,
@@ -270,7 +288,7 @@ def test_every_reason_at_once(device):
 
 
 BY_ITSELF = ("text", "number", "rank", "no rank", "float64", "int32", "float", "int64", "bool", "none", "negative", "tensor", "nan", "infinite",
-             "zero", "half", "one", "too small", "nones", "ranks", "list")  # fmt: skip
+             "zero", "half", "one", "too small", "nones", "ranks", "list", "array", "tensors")  # fmt: skip
 
 
 @pytest.mark.parametrize("op", [op for op in OPS if "Router" not in op])
@@ -350,6 +368,19 @@ def test_router_refuses(device, changes, error, text):
     with pytest.raises(error, match="Router: ") as caught:
         router(device, **changes)
     assert text in str(caught.value)
+
+
+def test_router_of_numbers_of_numpy(device):
+    sizes = {"num_q_heads": 4, "num_kv_heads": 2, "head_size": 64, "v_head_size": 64, "decode_threshold": 2, "chunk_tokens": 16, "block_size": 16}
+    sizes |= {"window_size": (9, 0), "softcap": 2.0, "softmax_scale": 0.5}
+    kinds = {int: np.int32, float: np.float32, tuple: lambda pair: tuple(map(np.int64, pair))}
+    results, args = [], run_arguments(device, 40)
+    for tensor in args.values():
+        tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(1)))
+    for given in (sizes, {name: kinds[type(value)](value) for name, value in sizes.items()}):
+        one = router(device, **given)
+        results.append(one.run(one.plan([2, 35, 3], [20, 60, 3], torch.tensor([[0, 1, 0, 0], [2, 3, 4, 1], [0] * 4]).int().to(device)), **args))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize(("query", "seq", "width", "error", "text"), [

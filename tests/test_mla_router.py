@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -49,12 +50,13 @@ class Layer:
     def up_project_v(self, latent):
         return torch.einsum("thl,hdl->thd", latent.float(), self.up_project.w_v.to(latent.device)).to(latent.dtype)
 
-    def router(self, device, **scales):
-        return tritonattn.MlaRouter(
-            HEADS, softmax_scale=SCALE, dtype=self.dtype, device=device, kv_lora_rank=LATENT, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
-            v_head_dim=V, kv_dtype=self.kv_dtype, decode_threshold=self.threshold, chunk_tokens=48, block_size=self.block_size,
-            **self.scales | scales,
-        )  # fmt: skip
+    def router(self, device, **changes):
+        sizes = {
+            "num_heads": HEADS, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": V,
+            "decode_threshold": self.threshold, "chunk_tokens": 48, "block_size": self.block_size,
+        }  # fmt: skip
+        options = {"softmax_scale": SCALE, "dtype": self.dtype, "device": device, "kv_dtype": self.kv_dtype, **self.scales}
+        return tritonattn.MlaRouter(**sizes | options | changes)
 
     def run(self, device, router=None, poison="nan", **options):
         router = router or self.router(device)
@@ -121,6 +123,13 @@ def test_batches_of_one_kind(device, lens):
         functions = {"absorb": lambda q: q, "up_project": lambda *rows: rows, "up_project_v": lambda latent: latent}
         empty = torch.zeros(0, HEADS, NOPE + ROPE, device=device)
         assert router.run(plan, empty, empty, empty[..., :V], None, **functions).shape == (0, HEADS, V)
+
+
+def test_router_of_numbers_of_numpy(device):
+    layer = Layer(MIXED)
+    sizes = {"num_heads": HEADS, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": V, "decode_threshold": 1}
+    sizes = {name: np.int64(value) for name, value in {**sizes, "chunk_tokens": 48, "block_size": 16}.items()}
+    layer.check(device, router=layer.router(device, **sizes, softmax_scale=np.float32(SCALE)))
 
 
 def test_a_batch_of_padding_alone(device):

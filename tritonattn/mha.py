@@ -71,7 +71,7 @@ def flash_attn_varlen_func(
     out, lse = _outputs(q, problem.v_head_size, out, return_lse)
     run_prefill(
         problem, params, q, k, v, out, lse, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, num_seqs=len(cu_seqlens_q) - 1,
-        max_seqlen_q=max_seqlen_q,
+        max_seqlen_q=int(max_seqlen_q),
     )  # fmt: skip
     return (out, lse) if lse is not None else out
 
@@ -104,6 +104,7 @@ def extend_attention(
         k_descale=k_descale, v_descale=v_descale, out=out,
     )  # fmt: skip
     out, lse = _outputs(q, problem.v_head_size, out, return_lse)
+    max_seqlen_q, max_context_len, chunk_tokens = int(max_seqlen_q), int(max_context_len), int(chunk_tokens)
     left, num_seqs = params.window_size[0], len(context_lens)
     longest = max_context_len if left < 0 else min(max_context_len, left + ROW_ALIGN)
     total = num_seqs * longest if total_context_len is None else min(num_seqs * longest, total_context_len)
@@ -149,6 +150,7 @@ def decode_attention(
         window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, q_descale=q_descale, k_descale=k_descale,
         v_descale=v_descale, out=out,
     )  # fmt: skip
+    max_seqlen_q, max_seqlen_k, num_splits = int(max_seqlen_q), int(max_seqlen_k), int(num_splits)
     num_seqs = len(seqused_k)
     padded = cu_seqlens_q is not None or q.shape[0] > num_seqs * max_seqlen_q  # or may be
     out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded, padded_lse=padded)

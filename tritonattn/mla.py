@@ -55,9 +55,10 @@ def mla_decode(
         kv_lora_rank=kv_lora_rank, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=max_seqlen_q, num_splits=num_splits, ragged=ragged, causal=causal,
         q_descale=q_descale, kv_descale=kv_descale, rope_descale=rope_descale, out=out,
     )  # fmt: skip
+    max_seqlen_q, max_seqlen_k, num_splits = int(max_seqlen_q), int(max_seqlen_k), int(num_splits)
     num_seqs = len(seqused_k)
     padded = cu_seqlens_q is not None or q.shape[0] > num_seqs * max_seqlen_q  # or may be
-    out, lse = _outputs(q, kv_lora_rank, out, return_lse, padded, padded_lse=padded)
+    out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded, padded_lse=padded)
     run_mla_decode(
         problem, params, q, q_rope, kv_cache, out, lse, cu_seqlens_q=cu_seqlens_q, seq_lens=seqused_k, block_table=block_table,
         num_seqs=num_seqs, max_seqlen_q=max_seqlen_q,
@@ -92,6 +93,7 @@ def mla_extend(
         kv_lora_rank=kv_lora_rank, chunk_tokens=chunk_tokens, causal=causal, kv_descale=kv_descale, rope_descale=rope_descale, out=out,
     )  # fmt: skip
     out, lse = _outputs(q, problem.v_head_size, out, return_lse)
+    max_seqlen_q, max_context_len, chunk_tokens = int(max_seqlen_q), int(max_context_len), int(chunk_tokens)
     num_seqs = len(context_lens)
     run_mla_extend(
         problem, params, q, k, v, cache, out, lse, up_project=up_project, kv_descale=kv_descale, rope_descale=rope_descale,

@@ -67,13 +67,14 @@ class MlaRouter(Router):
             num_heads, kv_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, dtype, device, kv_dtype, decode_threshold,
             chunk_tokens, block_size, softmax_scale, causal, kv_descale, rope_descale,
         )  # fmt: skip
+        num_heads, kv_lora_rank, v_head_dim = int(num_heads), int(kv_lora_rank), int(v_head_dim)
+        qk_nope_head_dim, qk_rope_head_dim = int(qk_nope_head_dim), int(qk_rope_head_dim)
         self.kv_layout = "latent"
-        self.block_size = block_size
-        self.decode_threshold = decode_threshold
-        self.chunk_tokens = chunk_tokens
+        self.block_size = None if block_size is None else int(block_size)
+        self.decode_threshold, self.chunk_tokens = int(decode_threshold), int(chunk_tokens)
         self.batch_invariant = False  # the caller's projections are not
         self.paged = AttnProblem(
-            num_heads, 1, kv_lora_rank + qk_rope_head_dim, kv_lora_rank, dtype, kv_dtype, "latent", block_size or ASSUMED_BLOCK_SIZE, causal
+            num_heads, 1, kv_lora_rank + qk_rope_head_dim, kv_lora_rank, dtype, kv_dtype, "latent", self.block_size or ASSUMED_BLOCK_SIZE, causal
         )
         self.dense = AttnProblem(num_heads, num_heads, qk_nope_head_dim + qk_rope_head_dim, v_head_dim, dtype, dtype, "dense", 0, causal)
         self.extended = self.dense

@@ -49,7 +49,7 @@ def least_contraction(row: Row) -> int:
 
 def bounded(window_size: Sequence[int]) -> tuple[int, int]:
     """A window without sides that reach beyond all lengths: those are -1, so that no sum of positions wraps."""
-    left, right = (-1 if side >= UNLIMITED else side for side in window_size)
+    left, right = (-1 if side >= UNLIMITED else int(side) for side in window_size)
     return left, right
 
 

@@ -128,4 +128,4 @@ class MlaParams(NamedTuple):
 
 def default_scale(softmax_scale: float | None, head_size: int) -> float:
     """``None`` means ``1 / sqrt(D)``."""
-    return 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
+    return 1.0 / math.sqrt(head_size) if softmax_scale is None else float(softmax_scale)

@@ -70,15 +70,15 @@ class Router:
             num_q_heads, num_kv_heads, head_size, v_head_size, dtype, device, kv_layout, kv_dtype, decode_threshold,
             chunk_tokens, batch_invariant, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale,
         )  # fmt: skip
+        num_q_heads, num_kv_heads, head_size, v_head_size = map(int, (num_q_heads, num_kv_heads, head_size, v_head_size))
         self.kv_layout = kv_layout
-        self.block_size = block_size
-        self.decode_threshold = decode_threshold
-        self.chunk_tokens = chunk_tokens
+        self.block_size = None if block_size is None else int(block_size)
+        self.decode_threshold, self.chunk_tokens = int(decode_threshold), int(chunk_tokens)
         self.batch_invariant = batch_invariant
         self.paged = AttnProblem(
             num_q_heads, num_kv_heads, head_size, v_head_size, dtype, kv_dtype,
-            "preshuffled" if kv_layout == "preshuffled" else "plain", block_size or ASSUMED_BLOCK_SIZE, causal,
-            self.params.window_size != (-1, -1), softcap > 0, alibi_slopes is not None, sinks is not None,
+            "preshuffled" if kv_layout == "preshuffled" else "plain", self.block_size or ASSUMED_BLOCK_SIZE, causal,
+            self.params.window_size != (-1, -1), self.params.softcap > 0, alibi_slopes is not None, sinks is not None,
         )  # fmt: skip
         self.dense = self.paged._replace(kv_dtype=dtype, kv_layout="dense", block_size=0)
         self.extended = self.paged  # what extend requests are attended as: here as cached, after the projection in MLA

@@ -168,7 +168,7 @@ def _attention_options(
         reasons.out(out, (tokens, num_q_heads, v_head_size))
     reasons.done()
     return AttnParams(
-        default_scale(softmax_scale, head_size), causal, bounded(window_size), softcap, alibi_slopes, sinks,
+        default_scale(softmax_scale, head_size), causal, bounded(window_size), float(softcap), alibi_slopes, sinks,
         q_descale, k_descale, v_descale,
     )  # fmt: skip
 

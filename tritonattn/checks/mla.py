@@ -52,8 +52,8 @@ def check_mla_decode(
     reasons.descale("rope_descale", rope_descale, 1)
     reasons.out(out, (tokens, heads, rank))
     reasons.done()
-    problem = AttnProblem(heads, 1, width, kv_lora_rank, q.dtype, kv_cache.dtype, "latent", kv_cache.shape[1], causal)
-    return problem, MlaParams(softmax_scale, causal, q_descale, kv_descale, rope_descale), q, q_rope
+    problem = AttnProblem(heads, 1, width, rank, q.dtype, kv_cache.dtype, "latent", kv_cache.shape[1], causal)
+    return problem, MlaParams(float(softmax_scale), causal, q_descale, kv_descale, rope_descale), q, q_rope
 
 
 def check_mla_extend(
@@ -88,7 +88,7 @@ def check_mla_extend(
     reasons.descale("rope_descale", rope_descale, 1)
     reasons.out(out, (tokens, num_q_heads, v_head_size))
     reasons.done()
-    params = AttnParams(softmax_scale, causal)
+    params = AttnParams(float(softmax_scale), causal)
     return problem_of(q, num_kv_heads, v_head_size, q.dtype, "dense", 0, params), latent_halves(kv_cache, kv_lora_rank), params
 
 

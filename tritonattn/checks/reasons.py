@@ -159,7 +159,7 @@ class Reasons:
             if value >= least:
                 return value
             self.values.append(f"{name} must be at least {least}, got {value}")
-        elif isinstance(value, bool) or not hasattr(value, "__index__") or isinstance(value, Tensor):
+        elif isinstance(value, bool | Tensor | np.ndarray) or not hasattr(value, "__index__"):
             self.types.append(f"{name} must be an int on the host, got {type(value).__name__}")
         else:
             return self.integer(name, value.__index__(), least)
@@ -178,8 +178,8 @@ class Reasons:
             self.types.append(f"{name} must be a bool, got {type(value).__name__}")
 
     def number(self, name: str, value: float, *, positive: bool) -> None:
-        """A finite host number, above 0 or (``positive=False``) at least 0."""
-        if isinstance(value, bool) or not isinstance(value, float | int):
+        """A finite host number, one of NumPy's too, above 0 or (``positive=False``) at least 0."""
+        if isinstance(value, bool) or not isinstance(value, float | int | np.floating | np.integer):
             self.types.append(f"{name} must be a float, got {type(value).__name__}")
         elif not math.isfinite(value) or value < 0 or (positive and value == 0):
             self.values.append(f"{name} must be finite and {'above 0' if positive else 'at least 0'}, got {value}")
@@ -229,15 +229,14 @@ class Reasons:
         """Options of the scores and of the mask that are plain values."""
         if softmax_scale is not None:
             self.number("softmax_scale", softmax_scale, positive=True)
-        if softcap != 0.0 or type(softcap) is not float:
+        if type(softcap) is not float or softcap != 0.0:
             self.number("softcap", softcap, positive=False)
         self.flag("causal", causal)
-        if window_size != (-1, -1):
-            if not isinstance(window_size, tuple | list) or len(window_size) != 2:
-                self.types.append(f"window_size must be a pair (left, right), got {window_size!r}")
-            else:
-                self.integer("window_size left (-1: unlimited)", window_size[0], -1)
-                self.integer("window_size right (-1: unlimited)", window_size[1], -1)
+        if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+            self.types.append(f"window_size must be a pair (left, right), got {window_size!r}")
+        else:
+            self.integer("window_size left (-1: unlimited)", window_size[0], -1)
+            self.integer("window_size right (-1: unlimited)", window_size[1], -1)
 
     def per_head(self, name: str, tensor: Tensor | None, heads: int) -> None:
         """``[heads]``, contiguous, or None."""

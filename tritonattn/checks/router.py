@@ -44,7 +44,7 @@ def check_router(
     reasons.hardware(stored)
     reasons.done()
     params = AttnParams(
-        default_scale(softmax_scale, head_size), causal, bounded(window_size), softcap, alibi_slopes, sinks,
+        default_scale(softmax_scale, head_size), causal, bounded(window_size), float(softcap), alibi_slopes, sinks,
         None, k_descale, v_descale,
     )  # fmt: skip
     return place, params
@@ -182,7 +182,8 @@ def check_mla_router(
     reasons.descale("rope_descale", rope_descale, 1)
     reasons.hardware(_dtypes(reasons, dtype, kv_dtype))
     reasons.done()
-    return place, AttnParams(softmax_scale, causal), MlaParams(softmax_scale, causal, None, kv_descale, rope_descale)
+    scale = float(softmax_scale)
+    return place, AttnParams(scale, causal), MlaParams(scale, causal, None, kv_descale, rope_descale)
 
 
 def check_mla_run(

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -52,6 +53,7 @@ def _count(name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _number(name: str) -> Iterator[tuple[str, Any]]:
+    yield "array", np.array([0.5, 1.0])
     yield from (("nan", math.nan), ("infinite", math.inf), ("negative", -1.0), ("text", "x"), ("bool", True), ("list", [0.5]))
     if name != "descale":
         yield "tensor", torch.ones(1)
@@ -93,6 +95,7 @@ def ways(name: str, value: Any, op: str) -> Iterator[tuple[str, Any]]:
         yield from (("int8", torch.int8), ("text", "bfloat16"), ("number", 3), ("float64", torch.float64))
     elif name == "window_size":
         yield from (("number", 3), ("none", None), ("one", (1,)), ("float", (1.5, 0)), ("too small", (-2, 0)), ("text", "ab"), ("nones", (None, None)))
+        yield from (("array", np.array([3, 0])), ("tensor", torch.tensor([3, 0])), ("tensors", (torch.tensor(-1), torch.tensor(-1))))
     elif name in ("alibi_slopes", "sinks"):
         yield from (("number", 1.0), ("text", "x"), ("int32", torch.zeros(4).int()), ("too many", torch.zeros(1000)), ("rank", torch.zeros(2, 2)))
     elif name.endswith("_descale"):
