@@ -449,6 +449,8 @@ def run_arguments(device, tokens=3):
 @pytest.mark.parametrize(("changes", "error", "text"), [
     ({"q": floats(2, 4, 64)}, ValueError, "q must hold the 3 tokens of the plan, got 2"),
     ({"q": floats(3, 4, 64).half()}, TypeError, "q must be torch.bfloat16, got torch.float16"),
+    ({"q": floats(3, 4, 64).half()}, TypeError, "Router.run: q must be torch.bfloat16, got torch.float16$"),
+    ({"q": floats(3, 4, 64).half(), "k": floats(3, 2, 64).half()}, TypeError, "k must be torch.bfloat16, got torch.float16"),
     ({"k": None}, TypeError, "k and v must both be tensors or both be None"),
     ({"v": floats(3, 2, 32)}, ValueError, "v must be [3, 2, 64], got [3, 2, 32]"),
     ({"k_cache": None, "v_cache": None}, TypeError, "k_cache must be a tensor, got NoneType"),
@@ -466,7 +468,7 @@ def test_run_refuses(device, changes, error, text):
     args |= {name: cases.to(value, device) for name, value in changes.items()}
     with pytest.raises(error, match=r"Router\.run: ") as caught:
         one.run(plan, **args)
-    assert text in str(caught.value)
+    assert text in f"{caught.value}$"
 
 
 def test_run_names_every_reason(device):

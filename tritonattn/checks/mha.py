@@ -68,7 +68,7 @@ def check_extend(
         reasons.integer("total_context_len", total_context_len, 0)
     reasons.integer("chunk_tokens", chunk_tokens, 1)
     sizes = reasons.rows("q", q, 3, FLOATS)
-    new_tokens(reasons, q, k, v)
+    new_tokens(reasons, k, v, same_as(q, FLOATS))
     reasons.rows("cu_seqlens_q", cu_seqlens_q, 1, INT32)
     (batch,) = reasons.rows("context_lens", context_lens, 1, INT32)
     reasons.shape("cu_seqlens_q", cu_seqlens_q, (plus(batch, 1),))
@@ -130,13 +130,13 @@ def cache_dtype(reasons: Reasons, name: str, beside: str, tensor: Tensor, cache:
     reasons.hardware(kv_dtype)
 
 
-def new_tokens(reasons: Reasons, q, k, v) -> None:
-    """New keys and values of q's dtype, or both None: then they are in the cache."""
+def new_tokens(reasons: Reasons, k, v, dtypes: Sequence[torch.dtype]) -> None:
+    """New keys and values of one of these dtypes, or both None: then they are in the cache."""
     if (k is None) != (v is None):
         reasons.types.append(f"k and v must both be tensors or both be None, got {type(k).__name__} and {type(v).__name__}")
     for name, new in (("k", k), ("v", v)):
         if new is not None:
-            reasons.rows(name, new, 3, same_as(q, FLOATS))
+            reasons.rows(name, new, 3, dtypes)
 
 
 def _against_cache(reasons: Reasons, q: Tensor, sizes: Sequence[int], k_cache: Tensor, cache: CacheView) -> None:

@@ -127,7 +127,7 @@ def check_run(
     if not fresh:
         reasons.values.append(STALE)
     tokens, _, _ = reasons.rows("q", q, 3, (problem.dtype,))
-    new_tokens(reasons, q, k, v)
+    new_tokens(reasons, k, v, (problem.dtype,))
     cache, heads = None, problem.num_kv_heads
     reasons.shape("q", q, (-1, problem.num_q_heads, problem.head_size))
     if num_tokens > tokens != UNKNOWN:
