@@ -85,6 +85,8 @@ def settle(recipe: Recipe) -> Recipe:
         full["kv_heads"] = 1
         if full["descale"] == "heads":
             full["descale"] = "one"
+    if not any(keys for _, keys in full["lens"]):
+        full["slack"] = 0  # a block table without columns, where tokens may be cached, is refused
     if full["uniform"]:
         most = max((query for query, _ in full["lens"]), default=1) or 1
         full["lens"] = [[most, keys] for _, keys in full["lens"]]
