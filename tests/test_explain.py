@@ -36,6 +36,22 @@ def test_lengths_that_the_device_alone_knows(capsys):
     assert said == ["cut there, in the same way", "114 parts of each request"]
 
 
+@pytest.mark.parametrize("words, gpu", [([], "MI355X"), (["--arch", "MI308X"], "MI308X")], ids=["variable", "option"])
+def test_the_arch_that_the_environment_names(capsys, monkeypatch, words, gpu):
+    monkeypatch.setenv("TRITONATTN_ARCH", "MI355X")
+    assert main(["explain", "--json", *words, "1@50"]) == 0
+    assert json.loads(capsys.readouterr().out)["gpu"] == gpu
+
+
+def test_padding_takes_no_path(capsys):
+    facts = explain(capsys, "0", "0@40")
+    assert [(request["path"], request["splits"]) for request in facts["requests"]] == [("none", None)] * 2
+    assert not facts["paths"]
+    beside = explain(capsys, "0", "1@40x3", "0@40")
+    assert [request["path"] for request in beside["requests"]] == ["none", *["decode"] * 3, "none"]
+    assert beside["paths"]["decode"]["requests"] == 3
+
+
 def test_speculated_tokens_decode_below_the_threshold(capsys):
     paths = [[request["path"] for request in explain(capsys, "4@100", *words)["requests"]] for words in ([], ["--decode-threshold", "4"])]
     assert paths == [["extend"], ["decode"]]

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from tritonattn import environment
 from tritonattn.batch import Kind, Plan
 from tritonattn.mla_router import MlaRouter
 from tritonattn.plan import device_plan, prefill_row
 from tritonattn.problem import AttnProblem, short_name
 from tritonattn.router import Router
-from tritonattn.tuning.arch import Arch, assume, by_name, detect
+from tritonattn.tuning.arch import INTERPRETER, Arch, assume, by_name, detect
 from tritonattn.tuning.models import MODELS, Model, named_shape, parse_shape
 from tritonattn.tuning.table import Row
 
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", help=f"query heads / KV heads x head size [/ that of V] (default: {SHAPE})")
     parser.add_argument("--model", help=f"in place of --shape, one of: {', '.join(MODELS)}")
     parser.add_argument("--tp", type=int, default=1, help="GPUs that share the heads")
-    parser.add_argument("--arch", help="arch or SKU, such as gfx942 or MI355X (default: the GPU of this machine, else gfx942)")
+    parser.add_argument("--arch", help="arch or SKU, such as gfx942 or MI355X (default: TRITONATTN_ARCH, the GPU of this machine, else gfx942)")
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--kv-dtype", default="", choices=("", "fp8"), help="dtype of the cache (default: that of --dtype)")
     parser.add_argument("--kv-layout", default="preshuffled", choices=("nhd", "hnd", "preshuffled"))
@@ -48,7 +49,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     new, context = parse_requests(args.requests)
-    arch = detect("cuda") if not args.arch and torch.cuda.is_available() else by_name(args.arch or "gfx942")
+    arch = by_name(args.arch) if args.arch else detect()
+    if arch is INTERPRETER and not (args.arch or environment.arch()):
+        arch = by_name("gfx942")
     with assume(arch):
         router = make_router(args, named_shape(args.shape, args.model) or parse_shape(SHAPE), arch)
         lens = [n + c for n, c in zip(new, context, strict=True)]
@@ -107,8 +110,9 @@ def explain(router: Router, plan: Plan, arch: Arch) -> dict[str, Any]:
         splits = {sequence: count for sequence, _, count in items if count}
     return {
         "arch": arch.name, "gpu": arch.sku, "compute_units": arch.compute_units,
-        "requests": [{"request": index, "new_tokens": int(new), "context": int(seq - new), "path": kind.name.lower(),
-                      "because": WHY[kind].format(threshold=router.decode_threshold) if new else "padding: no new tokens", "splits": splits.get(index)}
+        "requests": [{"request": index, "new_tokens": int(new), "context": int(seq - new), "path": kind.name.lower() if new else "none",
+                      "because": WHY[kind].format(threshold=router.decode_threshold) if new else "padding: nothing to do",
+                      "splits": splits.get(index) if new else None}
                      for index, (new, seq, kind) in enumerate(zip(plan.query_lens, plan.seq_lens, kinds, strict=True))],
         "order": plan.order,
         "paths": {name: facts for name, facts in (("decode", _decode(router, plan, arch)), ("extend", _extend(router, plan, arch)),
@@ -118,14 +122,15 @@ def explain(router: Router, plan: Plan, arch: Arch) -> dict[str, Any]:
 
 def _decode(router: Router, plan: Plan, arch: Arch) -> dict[str, Any] | None:
     launch, problem = plan.decode, router.paged
-    if launch is None:
+    requests = int(((plan.kinds == Kind.DECODE) & (plan.query_lens > 0)).sum())
+    if launch is None or not requests:  # padding alone has programs too, which find nothing to do
         return None
     chosen, work = launch.plan, launch.work
     per_unit = chosen.row.config["programs_per_cu"]
     longest = int(plan.seq_lens[plan.kinds == Kind.DECODE].max(initial=1))
     alone = device_plan(arch, problem, launch.num_seqs, launch.max_seqlen_q, longest, 0, router.params.window_size[0])
     return {
-        "requests": launch.num_seqs,
+        "requests": requests,
         "programs": problem.num_kv_heads * chosen.row_blocks * work.num_items,
         "why so many": f"the row wants {per_unit:g} programs on each of {arch.compute_units} compute units; one part of a request's keys "
                        f"is {problem.num_kv_heads * chosen.row_blocks} of them",
