@@ -5,11 +5,13 @@ import argparse
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tritonattn.cli import COMMANDS, main
 
@@ -107,6 +109,36 @@ def test_an_op_refuses_a_simulated_gpu_that_is_none(use):
     done = subprocess.run([sys.executable, "-c", use], cwd=ROOT, capture_output=True, text=True, env=env)
     assert done.returncode == 1
     assert "ValueError: TRITONATTN_SIM must be one of gfx942, gfx950, got 'foo'" in done.stderr
+
+
+def test_info_names_the_simulator():
+    facts = json.loads(command("info", "--json", TRITON_INTERPRET="", TRITONATTN_SIM="gfx942").stdout)
+    [note] = [note for note in facts["notes"] if note.startswith("no GPU")]
+    assert "gfx942 machine code" in note and "interpreter" not in note
+
+
+def test_version():
+    shown = command("--version")
+    assert shown.returncode == 0 and shown.stdout == f"tritonattn {json.loads(command('info', '--json').stdout)['tritonattn']}\n"
+
+
+@pytest.mark.parametrize("words, said", [
+    (["fuzz", "--minutes", "-1"], "--minutes must be above 0 and finite, got -1.0"),
+    (["fuzz", "--longest", "-1", "--op", "nothing", "--op", "Router"], "--op must be one of .*, got nothing; --longest must be at least 0, got -1"),
+    (["tune", "--arch", "gfx942", "--offline", "--dry-run", "--jobs", "0"], "--jobs must be at least 1, got 0"),
+    (["tune", "--dry-run", "--kernel", "prefill"], "torch finds no GPU to time on: .* --offline"),
+    (["model", "--measure", "figures.json"], "--measure needs a GPU; on a CPU there is --figures FILE"),
+    (["model", "--figures", "figures.json", "--jobs", "-2"], "--jobs must be at least 1, got -2"),
+    (["warmup", "--model", "llama-3-8b", "--arch", "gfx942", "--jobs", "0"], "--jobs must be at least 1, got 0"),
+])  # fmt: skip
+def test_a_wrong_option_is_named_alone(words, said, monkeypatch, capsys):
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITONATTN_ARCH", "gfx942")  # a GPU's facts, and none to time on
+    elif "GPU" in said:
+        pytest.skip("there is a GPU")
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(f"tritonattn {words[0]}: {said}[^;]*\n", error), error
 
 
 def test_info_as_a_module_and_as_json():

@@ -119,7 +119,8 @@ def test_command(capsys):
     shown = capsys.readouterr().out
     assert "merge_attn_states:" in shown and "0 failures" in shown
     for words, said in (
-        (["--op", "nothing"], "--op must be one of"), (["--minutes", "nan"], "--minutes above 0"), (["--longest", "-1"], "--longest at least 0"),
+        (["--op", "nothing"], "--op must be one of"), (["--minutes", "nan"], "--minutes must be above 0"),
+        (["--longest", "-1"], "--longest must be at least 0"),
         (["--replay", "xx"], "--replay must be a JSON object whose \"op\" is one of"), (["--replay", '{"op": "x"}'], "got '{\"op\": \"x\"}'"),
         (["--replay", '{"op": "Router", "len": []}'], "--replay must hold no other choices than"),
         (["--replay", '{"op": "Router", "dtype": "x"}'], "--replay describes no call (AttributeError"),

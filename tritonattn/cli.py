@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 
@@ -45,9 +46,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def version() -> str:
+    try:
+        return importlib.metadata.version("tritonattn")
+    except importlib.metadata.PackageNotFoundError:
+        return "a checkout, not installed"
+
+
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     """The parser of every command; only the chosen one's module is imported, to add its arguments."""
     parser = argparse.ArgumentParser(prog="tritonattn", description="Attention kernels for LLM serving, in Triton.")
+    parser.add_argument("--version", action="version", version=f"tritonattn {version()}")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in COMMANDS.items():

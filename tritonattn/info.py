@@ -11,6 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
+from tritonattn import environment
+from tritonattn.cli import version
 from tritonattn.console import console
 from tritonattn.integrations.vllm.selfcheck import describe
 from tritonattn.tuning.arch import detect
@@ -46,7 +48,7 @@ def collect(load_vllm: bool = False) -> dict[str, Any]:
     """The facts as a JSON-ready mapping; ``notes`` are sentences on what is missing or untested."""
     notes: list[str] = []
     facts: dict[str, Any] = {
-        "tritonattn": importlib.metadata.version("tritonattn") if _installed("tritonattn") else "a checkout, not installed",
+        "tritonattn": version(),
         "python": platform.python_version(),
     }
     facts |= _torch(notes)
@@ -77,7 +79,9 @@ def _torch(notes: list[str]) -> dict[str, Any]:
     if "TRITONATTN_ARCH" in os.environ:
         notes.append("the arch is what TRITONATTN_ARCH says, not the device's")
     if not gpu:
-        notes.append("no GPU: ops run in Triton's interpreter, with TRITON_INTERPRET=1 set before Triton is imported")
+        simulated = environment.simulated_arch()
+        how = f"as {simulated} machine code in the simulator" if simulated else "in Triton's interpreter, with TRITON_INTERPRET=1 set before Triton is imported"
+        notes.append(f"no GPU: ops run {how}")
         return facts | {"device": "cpu"}
     device = torch.cuda.get_device_properties(0)
     return facts | {
@@ -110,11 +114,3 @@ def _triton(notes: list[str]) -> dict[str, Any]:
 def _rows(arch_folder: Path) -> dict[str, int]:
     """Rows of each kernel's table. TableError where a file is not a table."""
     return {path.stem: len(load(path)) for path in sorted(arch_folder.glob("*.json"))}
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

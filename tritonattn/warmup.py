@@ -25,6 +25,7 @@ from torch import Tensor
 
 from tritonattn.tuning.arch import Arch, by_name, detect
 from tritonattn.tuning.models import MODELS, Model, model
+from tritonattn.tuning.worker import jobs_of
 
 BATCHES = (1, 2, 3, 4, 8, 16, 32, 64, 128, 256)
 ALIGNMENTS = ((True, True), (False, True), (True, False), (False, False))  # of the strides of q, k, v, and of out
@@ -377,7 +378,7 @@ def run(args: argparse.Namespace) -> int:
     from concurrent.futures import ProcessPoolExecutor, as_completed
     from multiprocessing import get_context
 
-    arch = by_name(args.arch) if args.arch else detect()
+    arch, jobs = by_name(args.arch) if args.arch else detect(), jobs_of(args)
     if arch.simulated:
         raise ValueError("--arch must be that of a GPU (gfx942, MI355X, sm_90, ...) where none is at hand")
     deployment = Deployment(
@@ -386,7 +387,6 @@ def run(args: argparse.Namespace) -> int:
     )  # fmt: skip
     folder = os.path.abspath(args.out) if args.out else None
     start, made = time.monotonic(), []
-    jobs = max(1, args.jobs)
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
         parts = [pool.submit(_worker, deployment, arch, folder, i, jobs) for i in range(jobs)]
         for done in as_completed(parts):

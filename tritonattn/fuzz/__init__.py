@@ -65,10 +65,15 @@ def run(args: argparse.Namespace) -> int:
         print(problem or "right")
         return 1 if problem else 0
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # numpy, in the interpreter: exp2 may overflow
-    unknown = set(args.op) - set(OPS)
-    if unknown or not 0 < args.minutes < float("inf") or args.longest < 0:
-        need = f"--op must be one of {', '.join(OPS)}, --minutes above 0 and --longest at least 0"
-        raise ValueError(f"{need}; got {', '.join(args.op) or 'all'}, {args.minutes} and {args.longest}")
+    reasons = []
+    if unknown := [op for op in args.op if op not in OPS]:
+        reasons.append(f"--op must be one of {', '.join(OPS)}, got {', '.join(unknown)}")
+    if not 0 < args.minutes < float("inf"):
+        reasons.append(f"--minutes must be above 0 and finite, got {args.minutes}")
+    if args.longest < 0:
+        reasons.append(f"--longest must be at least 0, got {args.longest}")
+    if reasons:
+        raise ValueError("; ".join(reasons))
     path = os.path.join(tempfile.gettempdir(), f"tritonattn-fuzz-{os.getpid()}.json")
     print(f"should this process die, the call that did it is in {path}", flush=True)
     counts, failures = explore(

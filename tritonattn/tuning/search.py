@@ -31,7 +31,7 @@ from . import model, schema, table, trial
 from .arch import Arch, assume, by_name, detect, nearest
 from .cases import Case, cases
 from .models import MODELS, Model, named_shape
-from .worker import Worker, spread
+from .worker import Worker, jobs_of, spread
 
 KERNELS = ("prefill", "decode", "mla_decode")
 MAX_LEN = 1 << 24  # tokens
@@ -344,6 +344,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    import torch
+
     here = detect()
     arch = by_name(args.arch) if args.arch else here
     device = None if args.offline else ("cpu" if here.simulated else "cuda")
@@ -351,6 +353,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"this machine has {here.name}, not {arch.name}: tune there, or rank by the model with --offline")
     if args.offline and arch.simulated:
         raise ValueError("--offline needs --arch: the one whose code is to be compiled and ranked")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("torch finds no GPU to time on: rank by the model with --offline")
+    jobs = jobs_of(args)
     if not args.budget > 0:
         raise ValueError(f"--budget must be above 0, got {args.budget}")
     kernels = args.kernel.split(",")
@@ -373,7 +378,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     deadline = time.monotonic() + 60 * args.budget
     env = () if device == "cpu" else (("TRITON_INTERPRET", "0"),)
-    sweep = Sweep(arch, device, folder, max(1, args.jobs), deadline, env=env)
+    sweep = Sweep(arch, device, folder, jobs, deadline, env=env)
     winners: list[Winner] = []
     for kernel, found in work.items():
         best = []

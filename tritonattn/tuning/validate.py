@@ -35,7 +35,7 @@ from .cases import ENTRY_POINTS, Case, prepare
 from .cases import run as call_once
 from .codegen import Loop, Report
 from .models import MODELS, Model
-from .worker import Worker, reason, spread
+from .worker import Worker, jobs_of, reason, spread
 
 TOP = 3
 DIFFERENCE_ALLOWED = 0.02  # from the output of the row in force, over its largest value: bfloat16
@@ -310,7 +310,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     start = time.monotonic()
-    kernels = args.kernel.split(",")
+    kernels, jobs = args.kernel.split(","), jobs_of(args)
     if wrong := [kernel for kernel in kernels if kernel not in search.KERNELS]:
         raise ValueError(f"--kernel must be among {', '.join(search.KERNELS)}; got {', '.join(wrong)}")
     if args.figures:
@@ -319,7 +319,7 @@ def run(args: argparse.Namespace) -> int:
         made = scores(entries, work, arch)
     else:
         arch = detect()
-        if arch.simulated:
+        if arch.simulated or not torch.cuda.is_available():
             raise ValueError("--measure needs a GPU; on a CPU there is --figures FILE")
         work = [case for case in cases() if case.kernel in kernels]
         worker = Worker(Timer, arch)
@@ -328,7 +328,7 @@ def run(args: argparse.Namespace) -> int:
             print(f"\r{text}".ljust(60), end="", file=sys.stderr, flush=True)
 
         try:
-            entries = measure(arch, work, max(1, args.jobs), args.limit, start + 60 * args.budget, worker, say)
+            entries = measure(arch, work, jobs, args.limit, start + 60 * args.budget, worker, say)
         finally:
             worker.close()
         print(file=sys.stderr)

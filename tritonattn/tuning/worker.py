@@ -3,6 +3,7 @@ run out of memory, and whatever it does, it does not do to the sweep."""
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,13 @@ _starting = threading.Lock()
 
 def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[-300:]}"
+
+
+def jobs_of(args: argparse.Namespace) -> int:
+    """The processes that --jobs asks for."""
+    if args.jobs < 1:
+        raise ValueError(f"--jobs must be at least 1, got {args.jobs}")
+    return args.jobs
 
 
 class Worker:
