@@ -59,7 +59,12 @@ def test_allocate(layout, dtype):
     ({"device": "cuda:99"}, ValueError, "device must be one of the GPUs that torch finds, of which there are [0-9]+, got cuda:99"),
     ({"kv_layout": "x"}, ValueError, "kv_layout must be one of nhd, hnd, preshuffled, latent, got 'x'"),
     ({"num_blocks": "x", "dtype": "bf16", "block_size": 0, "kv_layout": "ndh"}, ValueError,
-     "num_blocks must be an int, got str; dtype must be a torch.dtype, got 'bf16'; block_size must be at least 1, got 0; kv_layout must be one of"),
+     "^layouts.allocate: num_blocks must be an int, got str; dtype must be a torch.dtype, got 'bf16'; block_size must be at least 1, got 0; "
+     "kv_layout must be one of"),
+    ({"device": "foo", "block_size": 12, "head_size": 36}, ValueError,
+     "^layouts.allocate: device must be one that torch knows, .* got 'foo'; block_size must be a multiple of 8 .*; head_size must be a multiple of 8 .*36$"),
+    ({"device": 1.5, "head_size": 0, "kv_layout": "nhd"}, ValueError, "^layouts.allocate: device must be .* got float; head_size must be at least 1, got 0$"),
+    ({"device": None}, TypeError, "^layouts.allocate: device must be a torch.device or its name, got NoneType$"),
 ])  # fmt: skip
 def test_what_cannot_be_allocated_is_named(changes, error, words):
     sound = {"kv_layout": "preshuffled", "num_blocks": 4, "block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
@@ -81,7 +86,7 @@ def test_what_cannot_be_allocated_is_named(changes, error, words):
     (layouts.view, ([1], torch.zeros(2, 8, 1, 32), "nhd"), TypeError, "k_cache must be a tensor, got list"),
 ])  # fmt: skip
 def test_what_cannot_be_converted_is_named(convert, args, error, words):
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=f"^layouts.{convert.__name__}: .*{words}"):
         convert(*args)
 
 

@@ -123,25 +123,34 @@ def allocate(
     Raises:
         ValueError, TypeError: with every reason: sizes below 1, what the layout cannot hold, a dtype or device that is none.
     """
-    v_head_size = head_size if v_head_size is None else v_head_size
-    device = device_of(device)
-    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size, "v_head_size": v_head_size}
+    sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    if v_head_size is None:
+        v_head_size = head_size
+    else:
+        sizes["v_head_size"] = v_head_size
     whole = {name: n for name, n in sizes.items() if hasattr(n, "__index__") and not isinstance(n, bool)}
     types = [f"{name} must be an int, got {type(n).__name__}" for name, n in sizes.items() if name not in whole]
     if not isinstance(dtype, torch.dtype):
         types.append(f"dtype must be a torch.dtype, got {dtype!r}")
+    reasons = []
+    try:
+        device = device_of(device)
+    except TypeError as error:
+        types.append(str(error))
+    except ValueError as error:
+        reasons.append(str(error))
     least = {name: 0 if name == "num_blocks" else 1 for name in whole}
-    reasons = [f"{name} must be at least {least[name]}, got {n}" for name, n in whole.items() if n < least[name]]
+    reasons += [f"{name} must be at least {least[name]}, got {n}" for name, n in whole.items() if n < least[name]]
     if kv_layout not in LAYOUTS:
         reasons.append(f"kv_layout must be one of {', '.join(LAYOUTS)}, got {kv_layout!r}")
     if kv_layout == "preshuffled" and isinstance(dtype, torch.dtype):
         reasons += unpackable(whole.get("block_size", 0), whole.get("head_size", 0), dtype)
     if kv_layout == "latent" and whole.get("num_kv_heads", 1) != 1:
         reasons.append(f"num_kv_heads must be 1 for the latent layout, got {num_kv_heads}")
-    if kv_layout == "latent" and {"head_size", "v_head_size"} <= set(whole) and v_head_size > head_size:
+    if kv_layout == "latent" and set(whole) == set(sizes) and v_head_size > head_size:
         reasons.append(f"v_head_size must be at most head_size {head_size} for the latent layout, got {v_head_size}")
     if types or reasons:
-        raise (ValueError if reasons else TypeError)("; ".join(types + reasons))
+        raise (ValueError if reasons else TypeError)("layouts.allocate: " + "; ".join(types + reasons))
     x = pack_width(dtype)
     k_shape, v_shape = shapes(kv_layout, num_blocks, block_size, num_kv_heads, head_size, v_head_size, x)
     k_cache = torch.empty(k_shape, dtype=dtype, device=device)
@@ -211,17 +220,17 @@ def view(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> CacheView:
     Raises:
         ValueError: with every reason of `refusals`. TypeError: for what is no tensor.
     """
-    _require(k_cache, v_cache, kv_layout)
+    _require("view", k_cache, v_cache, kv_layout)
     return view_unchecked(k_cache, v_cache, kv_layout)
 
 
-def _require(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> None:
+def _require(op: str, k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> None:
     types = [f"{name} must be a tensor, got {type(x).__name__}" for name, x in (("k_cache", k_cache), ("v_cache", v_cache)) if not isinstance(x, Tensor)]
     if types:
-        raise TypeError("; ".join(types))
+        raise TypeError(f"layouts.{op}: " + "; ".join(types))
     reasons = refusals(k_cache, v_cache, kv_layout)
     if reasons:
-        raise ValueError("; ".join(reasons))
+        raise ValueError(f"layouts.{op}: " + "; ".join(reasons))
 
 
 def view_unchecked(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> CacheView:
@@ -284,7 +293,7 @@ def to_nhd(k_cache: Tensor, v_cache: Tensor, kv_layout: str) -> tuple[Tensor, Te
     Raises:
         ValueError: with every reason of `refusals`. TypeError: for what is no tensor.
     """
-    _require(k_cache, v_cache, kv_layout)
+    _require("to_nhd", k_cache, v_cache, kv_layout)
     if kv_layout == "nhd":
         return k_cache, v_cache
     if kv_layout == "hnd":
@@ -301,13 +310,13 @@ def from_nhd(k_nhd: Tensor, v_nhd: Tensor, kv_layout: str) -> tuple[Tensor, Tens
         ValueError: with every reason: no pair of ``nhd`` caches, or sizes that the layout cannot hold. TypeError: for what is no tensor.
     """
     if kv_layout not in PAGED_LAYOUTS:
-        raise ValueError(f"kv_layout must be one of {', '.join(PAGED_LAYOUTS)}, got {kv_layout!r}")
-    _require(k_nhd, v_nhd, "nhd")
+        raise ValueError(f"layouts.from_nhd: kv_layout must be one of {', '.join(PAGED_LAYOUTS)}, got {kv_layout!r}")
+    _require("from_nhd", k_nhd, v_nhd, "nhd")
     if kv_layout == "nhd":
         return k_nhd, v_nhd
     if kv_layout == "hnd":
         return k_nhd.transpose(1, 2).contiguous(), v_nhd.transpose(1, 2).contiguous()
     reasons = unpackable(k_nhd.shape[1], k_nhd.shape[3], k_nhd.dtype)
     if reasons:
-        raise ValueError("; ".join(reasons))
+        raise ValueError("layouts.from_nhd: " + "; ".join(reasons))
     return preshuffle_k(k_nhd), preshuffle_v(v_nhd)

@@ -64,12 +64,12 @@ class Router:
         causal: bool = True, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None, k_descale: float | Tensor | None = None, v_descale: float | Tensor | None = None,
     ) -> None:  # fmt: skip
-        v_head_size = head_size if v_head_size is None else v_head_size
         kv_dtype = dtype if kv_dtype is None else kv_dtype
         self.device, self.params = check_router(
             num_q_heads, num_kv_heads, head_size, v_head_size, dtype, device, kv_layout, kv_dtype, decode_threshold,
             chunk_tokens, batch_invariant, block_size, softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, k_descale, v_descale,
         )  # fmt: skip
+        v_head_size = head_size if v_head_size is None else v_head_size
         num_q_heads, num_kv_heads, head_size, v_head_size = map(int, (num_q_heads, num_kv_heads, head_size, v_head_size))
         self.kv_layout = kv_layout
         self.block_size = None if block_size is None else int(block_size)
@@ -282,10 +282,12 @@ class Router:
         )  # fmt: skip
 
     def _knows(self, plan: Plan) -> bool:
-        """Made here, and what it put on the device is still there."""
+        """What it put on the device is still there. What was not made here is refused by itself: nothing else follows from it."""
         if type(plan) is not Plan:
             raise TypeError(f"{type(self).__name__}.run: plan must be one that `plan` gave, got {type(plan).__name__}")
-        return plan.router is self and (not plan.decode_only or self._latest.get(plan.num_seqs) == plan.version)
+        if plan.router is not self:
+            raise ValueError(f"{type(self).__name__}.run: plan must be one that this router made, got one of another router")
+        return not plan.decode_only or self._latest.get(plan.num_seqs) == plan.version
 
     def _repeats(self, plan: Plan) -> dict:
         """Where runs like one of this plan are remembered: with the router, or until another plan comes if it is not of decodes alone."""

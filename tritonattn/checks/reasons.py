@@ -207,6 +207,11 @@ class Reasons:
         except ValueError:  # sequences of different lengths
             self.types.append(f"{name} must be a sequence of integers, got {values!r:.80}")
             return None
+        if lengths.dtype.kind in "fO" and lengths.ndim == 1 and lengths.size and all(type(value) is int for value in values):  # beyond 64 bits
+            whole = np.asarray(values, object)
+            self.each(f"{name} must be at most {MAX_LENGTH}", whole, whole > MAX_LENGTH)
+            self.each(f"{name} must be at least 0", whole, whole < 0)
+            return None
         if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and lengths.size):
             self.types.append(f"{name} must be a sequence of integers, got {lengths.dtype} of shape {list(lengths.shape)}")
             return None

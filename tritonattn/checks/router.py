@@ -24,8 +24,9 @@ def check_router(
     """Arguments of `Router`. Gives its device, and the options of its layers."""
     reasons = Reasons("Router", None)
     place = reasons.place(device)
-    sizes = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_size": head_size, "v_head_size": v_head_size}
-    heads, kv_heads, size, v_size = (reasons.integer(name, value, 1) for name, value in sizes.items())
+    sizes = {"num_q_heads": num_q_heads, "num_kv_heads": num_kv_heads, "head_size": head_size}
+    heads, kv_heads, size = (reasons.integer(name, value, 1) for name, value in sizes.items())
+    v_size = UNKNOWN if v_head_size is None else reasons.integer("v_head_size", v_head_size, 1)  # None: that of q and k, named as theirs
     reasons.integer("decode_threshold", decode_threshold, 1)
     reasons.integer("chunk_tokens", chunk_tokens, 1)
     tokens = UNKNOWN if block_size is None else reasons.integer("block_size", block_size, 1)
@@ -115,7 +116,7 @@ def check_lengths(op, query_lens, context_lens, decode_threshold) -> tuple[Ints,
     return query, context
 
 
-STALE = "plan must be the latest of its batch size that this router made (decode-only plans of one size share a buffer), got another"
+STALE = "plan must be the latest of its batch size (decode-only plans of one size share a buffer), got an earlier one"
 
 
 def check_run(
