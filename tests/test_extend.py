@@ -71,6 +71,19 @@ def test_new_tokens_through_any_strides(device):
             assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+def test_a_loose_bound_is_that_of_the_table(device, monkeypatch):
+    """No more passes than for the tokens that its columns hold."""
+    seen = Watched(monkeypatch)
+    for shared in (False, True):
+        case = cases.extend([(20, 30), (1, 30)], shared=shared)
+        want = case.check(device, chunk_tokens=16, max_context_len=case.cache.table.shape[1] * 16)
+        expected = seen.passes.copy()
+        seen.passes.clear()
+        got = case.check(device, chunk_tokens=16, max_context_len=1_000_000)
+        assert seen.passes == expected and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+        seen.passes.clear()
+
+
 def test_a_row_that_fits_a_chunk_takes_one_pass(device, monkeypatch):
     seen = Watched(monkeypatch)
     cases.extend([(20, 60), (20, 44)]).run(device, chunk_tokens=128)

@@ -54,6 +54,16 @@ def test_rows_of_no_token_are_zeros(device):
     assert sum(case.args["up_project"].calls[:4]) == 198
 
 
+def test_a_loose_bound_is_that_of_the_table(device):
+    """No row is projected that it cannot hold."""
+    case = mla_cases.extend([(1, 30), (1, 3)])
+    calls, room = case.args["up_project"].calls, 2 * case.cache.table.shape[1] * 16
+    for total in (None, 1_000_000):
+        case.run(device, chunk_tokens=64, max_context_len=1_000_000, total_context_len=total)
+        assert sum(calls) == room
+        calls.clear()
+
+
 @pytest.mark.parametrize("wrong", [0, cases.WILD_BLOCK], ids=["poisoned block", "no block"])
 def test_a_sequence_without_queries_needs_no_keys(device, wrong):
     """Its row of the block table may hold anything, and no row of its context is projected."""

@@ -104,7 +104,8 @@ def extend_attention(
         k_descale=k_descale, v_descale=v_descale, out=out,
     )  # fmt: skip
     out, lse = _outputs(q, problem.v_head_size, out, return_lse)
-    max_seqlen_q, max_context_len, chunk_tokens = int(max_seqlen_q), int(max_context_len), int(chunk_tokens)
+    max_seqlen_q, chunk_tokens = int(max_seqlen_q), int(chunk_tokens)
+    max_context_len = min(int(max_context_len), block_table.shape[1] * cache.block_size)  # what it holds, where the bound is a loose one
     left, num_seqs = params.window_size[0], len(context_lens)
     longest = max_context_len if left < 0 else min(max_context_len, left + ROW_ALIGN)
     total = num_seqs * longest if total_context_len is None else min(num_seqs * longest, total_context_len)

@@ -93,7 +93,8 @@ def mla_extend(
         kv_lora_rank=kv_lora_rank, chunk_tokens=chunk_tokens, causal=causal, kv_descale=kv_descale, rope_descale=rope_descale, out=out,
     )  # fmt: skip
     out, lse = _outputs(q, problem.v_head_size, out, return_lse)
-    max_seqlen_q, max_context_len, chunk_tokens = int(max_seqlen_q), int(max_context_len), int(chunk_tokens)
+    max_seqlen_q, chunk_tokens = int(max_seqlen_q), int(chunk_tokens)
+    max_context_len = min(int(max_context_len), block_table.shape[1] * cache.block_size)  # as in `extend_attention`
     num_seqs = len(context_lens)
     run_mla_extend(
         problem, params, q, k, v, cache, out, lse, up_project=up_project, kv_descale=kv_descale, rope_descale=rope_descale,
