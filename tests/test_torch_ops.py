@@ -77,6 +77,25 @@ def test_compiled_call_is_the_eager_call(device, name):
     torch.testing.assert_close(out, function(*args, **kwargs), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["decode_attention", "mla_decode"])
+def test_padding_of_a_compiled_decode(device, name):
+    """Rows of padding are 0 there too, wherever the new result lies: here in memory that is NaN before."""
+    args, kwargs = calls(device)[name]
+    function = getattr(ta, name)
+    long = [torch.cat([q, q, q]) for q in (args[0] if isinstance(args[0], tuple) else (args[0],))]
+    padded = long if len(long) > 1 else long[0]  # the pair as a list
+    for given in ({"cu_seqlens_q": ints(device, 0, 1, 2)}, {}):
+        want = function(padded, *args[1:], **kwargs, **given, return_lse=True)
+        assert (want[0][2:] == 0).all() and (want[1][:, 2:] == -torch.inf).all()
+        compiled = torch.compile(lambda given=given: function(padded, *args[1:], **kwargs, **given, return_lse=True), backend="aot_eager", fullgraph=True)
+        torch.use_deterministic_algorithms(True)  # which fills what is not initialised
+        try:
+            got = compiled()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 class Attention(torch.nn.Module):
     """A decode step of one layer: project, write the cache, attend, project."""
 

@@ -49,6 +49,11 @@ def _outputs(
     return out, take(partial(new, (heads, tokens), dtype=torch.float32, device=q.device))
 
 
+def may_be_padded(tokens: int, num_seqs: int, max_seqlen_q: int, cu_seqlens_q: Tensor | None) -> bool:
+    """Whether there may be query rows of a decode call that belong to no sequence."""
+    return cu_seqlens_q is not None or tokens > num_seqs * max_seqlen_q
+
+
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
@@ -142,7 +147,8 @@ def decode_attention(
     ragged: False says that the sequences are about as long as each other: then all are cut alike, without that kernel and the room in
     the grid that any lengths need, which take 2 to 16 % of the time of long batches on an H200. It changes no result but in its last bits.
 
-    Returns out [T, Hq, Dv] (dtype of q; bf16 for fp8), and with return_lse also lse.
+    Returns out [T, Hq, Dv] (dtype of q; bf16 for fp8), and with return_lse also lse. Tokens past the last sequence get 0, and stay as they
+    are in a given out; their lse is -inf.
     Raises ValueError or TypeError with every reason, before any launch.
     """
     problem, cache, params = checks.check_decode(
@@ -153,7 +159,7 @@ def decode_attention(
     )  # fmt: skip
     max_seqlen_q, max_seqlen_k, num_splits = int(max_seqlen_q), int(max_seqlen_k), int(num_splits)
     num_seqs = len(seqused_k)
-    padded = cu_seqlens_q is not None or q.shape[0] > num_seqs * max_seqlen_q  # or may be
+    padded = may_be_padded(q.shape[0], num_seqs, max_seqlen_q, cu_seqlens_q)
     out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded, padded_lse=padded)
     run_decode(
         problem, params, q, cache, out, lse, cu_seqlens_q=cu_seqlens_q, seq_lens=seqused_k, block_table=block_table,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonattn import checks
-from tritonattn.mha import Scale, _outputs
+from tritonattn.mha import Scale, _outputs, may_be_padded
 from tritonattn.paths.cache import gathered_rows, run_gather, run_write
 from tritonattn.paths.extend import context_row, key_ends
 from tritonattn.paths.mla_decode import run_mla_decode
@@ -47,7 +47,8 @@ def mla_decode(
     num_splits: parts that the keys of each sequence are cut into; 0 lets the plan choose, by the lengths on the device.
     ragged: see `decode_attention`.
 
-    Returns out [T, H, latent] (dtype of q; bf16 for fp8), and with return_lse also lse.
+    Returns out [T, H, latent] (dtype of q; bf16 for fp8), and with return_lse also lse. Tokens past the last sequence get 0, and stay as they
+    are in a given out; their lse is -inf.
     Raises ValueError or TypeError with every reason, before any launch.
     """
     problem, params, q, q_rope = checks.check_mla_decode(
@@ -57,7 +58,7 @@ def mla_decode(
     )  # fmt: skip
     max_seqlen_q, max_seqlen_k, num_splits = int(max_seqlen_q), int(max_seqlen_k), int(num_splits)
     num_seqs = len(seqused_k)
-    padded = cu_seqlens_q is not None or q.shape[0] > num_seqs * max_seqlen_q  # or may be
+    padded = may_be_padded(q.shape[0], num_seqs, max_seqlen_q, cu_seqlens_q)
     out, lse = _outputs(q, problem.v_head_size, out, return_lse, padded, padded_lse=padded)
     run_mla_decode(
         problem, params, q, q_rope, kv_cache, out, lse, cu_seqlens_q=cu_seqlens_q, seq_lens=seqused_k, block_table=block_table,

@@ -109,6 +109,9 @@ def _attention(function: Callable, result: Callable[[dict[str, Any]], tuple[tupl
         if out is None:
             shape, dtype = result(given)
             out = torch.empty(shape, dtype=dtype, device=given[names[1]].device)
+            # As the eager op makes it: decode leaves rows of padding as they are.
+            if "seqused_k" in given and mha.may_be_padded(shape[0], given["seqused_k"].shape[0], given["max_seqlen_q"], given["cu_seqlens_q"]):
+                out.zero_()
         lse = op(out, return_lse, *_values(function, names, given))
         return (out, lse) if return_lse else out
 
@@ -145,7 +148,7 @@ def _dtype(q: Tensor) -> torch.dtype:
 
 def _like_q(width: Callable[[dict[str, Any]], int]) -> Callable[[dict[str, Any]], tuple[tuple[int, ...], torch.dtype]]:
     def result(given: dict[str, Any]) -> tuple[tuple[int, ...], torch.dtype]:
-        q = given["q"][0] if isinstance(given["q"], tuple) else given["q"]
+        q = given["q"] if isinstance(given["q"], Tensor) else given["q"][0]
         return (q.shape[0], q.shape[1], width(given)), _dtype(q)
 
     return result
