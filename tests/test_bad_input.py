@@ -171,6 +171,8 @@ def test_attention_refuses(device, op, changes, error, text):
     ("decode_attention", {"ragged": 0}, TypeError, "ragged must be a bool, got int"),
     ("mla_decode", {"ragged": None}, TypeError, "ragged must be a bool, got NoneType"),
     ("decode_attention", {"num_splits": -1}, ValueError, "num_splits must be at least 0, got -1"),
+    ("decode_attention", {"num_splits": 10**9}, ValueError, "num_splits must be at most 128, got 1000000000"),
+    ("mla_decode", {"num_splits": 129}, ValueError, "num_splits must be at most 128, got 129"),
     ("decode_attention", {"num_splits": 2.0}, TypeError, "num_splits must be an int on the host, got float"),
     ("decode_attention", {"max_seqlen_q": 2}, ValueError, "q must hold 6 sequences of max_seqlen_q 2 tokens where cu_seqlens_q is None, got 6"),
     ("decode_attention", {"cu_seqlens_q": ints(2)}, ValueError, "cu_seqlens_q must be [7], got [2]"),
@@ -238,6 +240,35 @@ def test_memory_that_is_written_twice_is_refused(device, op, argument, overlappi
         args[argument] = overlapping(args[argument] if argument in args else floats(6, 4, 64).to(device))
     with pytest.raises(ValueError, match=rf"{argument}(\[.\])? must have each element at a place of its own, got shape \[.*\] with strides"):
         getattr(tritonattn, op)(**args)
+
+
+@pytest.mark.parametrize(("caches", "shared"), [
+    (lambda x: (x[:, 0], x[:, 0]), True), (lambda x: (x[:, 0], x[:, 1]), False),
+    (lambda x: (x[:4, 0], x[1:, 0]), True), (lambda x: (x[:4, 1], x[1:, 0]), False),
+    (lambda x: (x[:, 0, ..., :64], x[:, 0, ..., 64:]), False), (lambda x: (x[:, 0, ..., :64], x[:, 0, ..., 63:]), True),
+    (lambda x: (x[:, 0, ..., :64], x[:, 0, ..., 64:72]), False), (lambda x: (x[:, 1, :, ::2], x[:, 1, :, 1::2]), False),
+    (lambda x: (x[:, 0, ..., :64].clone(), x[:, 0, ..., :64]), False), (lambda x: (x[:0, 0], x[:0, 0]), False),
+])  # fmt: skip
+def test_caches_that_share_memory_are_not_written(device, caches, shared):
+    """K and V may be interleaved in any way, and lie on one another in none."""
+    k_cache, v_cache = caches(torch.zeros(5, 2, 16, 4, 128, device=device))
+    heads, k_size, v_size = k_cache.shape[2], k_cache.shape[3], v_cache.shape[3] // 8 * 8
+    v_cache = v_cache[..., :v_size]
+    args = torch.zeros(1, heads, k_size, device=device), torch.zeros(1, heads, v_size, device=device), k_cache, v_cache, torch.tensor([-1], device=device)
+    if shared:
+        with pytest.raises(ValueError, match="reshape_and_cache: k_cache and v_cache must share no memory"):
+            tritonattn.reshape_and_cache(*args, kv_layout="nhd")
+    else:
+        tritonattn.reshape_and_cache(*args, kv_layout="nhd")
+
+
+@pytest.mark.parametrize(("op", "widths"), [("gather_cache", (2, 64)), ("mla_gather_cache", (64,))])
+def test_rows_are_gathered_to_two_places(device, op, widths):
+    args = {name: cases.to(value, device) for name, value in SOUND[op]().items()}
+    rows = floats(9, *widths).to(device)
+    second = rows if op == "gather_cache" else rows[:, :16]
+    with pytest.raises(ValueError, match=rf"{op}: out\[0\] and out\[1\] must share no memory"):
+        getattr(tritonattn, op)(**args, out=(rows, second))
 
 
 def test_a_cache_that_is_read_may_overlap(device):

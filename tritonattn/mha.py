@@ -141,7 +141,7 @@ def decode_attention(
     max_seqlen_q each. Every cached key is read once for all query rows of its KV head, up to 64 rows.
     k_cache, v_cache: see `layouts`; the dtype of q, or fp8 with descales. The new tokens are in the cache already.
     seqused_k [B]: keys of each sequence, the new tokens among them; 0 is legal. block_table [B, max_blocks].
-    num_splits: parts that the keys of each sequence are cut into; then the bits of a row do not depend on the lengths of other sequences.
+    num_splits: parts that the keys of each sequence are cut into, at most 128; then the bits of a row do not depend on the lengths of other sequences.
     0 lets the plan choose: where max_seqlen_k is long for the number of sequences, a kernel on the device first cuts each by its own
     length and those of the others, so that a long one among short ones is spread over the device; in a graph, at each replay.
     ragged: False says that the sequences are about as long as each other: then all are cut alike, without that kernel and the room in

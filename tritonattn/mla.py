@@ -44,7 +44,7 @@ def mla_decode(
     kv_cache [blocks, block_size, latent + rope]: the dtype of q, or fp8 with descales; any block and token stride. The new tokens
     are in it already.
     seqused_k [B]: keys of each sequence, the new tokens among them; 0 is legal. block_table [B, max_blocks].
-    num_splits: parts that the keys of each sequence are cut into; 0 lets the plan choose, by the lengths on the device.
+    num_splits: parts that the keys of each sequence are cut into, at most 128; 0 lets the plan choose, by the lengths on the device.
     ragged: see `decode_attention`.
 
     Returns out [T, H, latent] (dtype of q; bf16 for fp8), and with return_lse also lse. Tokens past the last sequence get 0, and stay as they

@@ -221,6 +221,15 @@ def test_one_tensor_given_twice_and_then_two():
         torch.testing.assert_close(run(name, args)[0], want.float(), rtol=1e-2, atol=1e-2)
 
 
+def test_caches_that_are_one_are_refused_after_two_that_were_not():
+    new, slots = normal(3, 2, 64), torch.arange(3)
+    k_cache, v_cache = normal(2, 16, 2, 64), normal(2, 16, 2, 64)
+    for _ in range(2):
+        tritonattn.reshape_and_cache(new, new, k_cache, v_cache, slots, kv_layout="nhd")
+    with pytest.raises(ValueError, match="k_cache and v_cache must share no memory"):
+        tritonattn.reshape_and_cache(new, new, k_cache, k_cache, slots, kv_layout="nhd")
+
+
 def test_alignment_and_strides_are_part_of_what_a_call_is(monkeypatch):
     recordings = counted(monkeypatch)
     name, args = decode()

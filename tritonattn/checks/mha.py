@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, FP32, INT32, INTS, UNKNOWN, Reasons, dtype_of, plus, same_as
 from tritonattn.layouts import CacheView
-from tritonattn.plan import bounded
+from tritonattn.plan import MAX_SPLITS, bounded
 from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, default_scale
 
 
@@ -95,7 +95,7 @@ def check_decode(
     reasons.options(causal, window_size, softcap, softmax_scale)
     longest = reasons.longest("max_seqlen_k", max_seqlen_k)
     most = reasons.longest("max_seqlen_q", max_seqlen_q, 1)
-    reasons.integer("num_splits", num_splits, 0)
+    reasons.integer("num_splits", num_splits, 0, MAX_SPLITS)
     reasons.flag("ragged", ragged)
     sizes = reasons.rows("q", q, 3, FLOATS_AND_FP8)
     (batch,) = reasons.rows("seqused_k", seqused_k, 1, INT32)
@@ -200,6 +200,7 @@ def check_reshape_and_cache(key, value, k_cache, v_cache, slot_mapping, *, kv_la
     cache = reasons.cache(k_cache, v_cache, kv_layout)
     reasons.written("k_cache", k_cache)
     reasons.written("v_cache", v_cache)
+    reasons.apart("k_cache", k_cache, "v_cache", v_cache)
     reasons.shape("key", key, (-1, cache.num_kv_heads, cache.head_size))
     reasons.shape("value", value, (tokens, cache.num_kv_heads, cache.v_head_size))
     cache_dtype(reasons, "k_cache", "key", key, k_cache)
@@ -250,3 +251,4 @@ def gathered(reasons: Reasons, out, names: str, first: tuple[int, ...], second: 
     reasons.shape("out[1]", out[1], (rows, *second))
     reasons.written("out[0]", out[0])
     reasons.written("out[1]", out[1])
+    reasons.apart("out[0]", out[0], "out[1]", out[1])

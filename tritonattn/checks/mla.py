@@ -9,6 +9,7 @@ from tritonattn import layouts
 from tritonattn.checks.mha import cache_dtype, gathered, problem_of, query_rows, slots, spans
 from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, INT32, UNKNOWN, Reasons, dtype_of, plus, same_as
 from tritonattn.layouts import CacheView
+from tritonattn.plan import MAX_SPLITS
 from tritonattn.problem import AttnParams, AttnProblem, MlaParams
 
 MIN_LATENT, MAX_LATENT, MIN_ROPE, MAX_ROPE, LATENT_STEP = 32, 512, 16, 128, 16
@@ -33,7 +34,7 @@ def check_mla_decode(
     reasons.number("softmax_scale", softmax_scale, positive=True)
     longest = reasons.longest("max_seqlen_k", max_seqlen_k)
     most = reasons.longest("max_seqlen_q", max_seqlen_q, 1)
-    reasons.integer("num_splits", num_splits, 0)
+    reasons.integer("num_splits", num_splits, 0, MAX_SPLITS)
     reasons.flag("ragged", ragged)
     (batch,) = reasons.rows("seqused_k", seqused_k, 1, INT32)
     rank, rope, width = _latent_cache(reasons, kv_cache, kv_lora_rank)

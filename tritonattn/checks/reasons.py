@@ -103,6 +103,11 @@ class Reasons:
             got = f"shape {list(tensor.shape)} with strides {list(tensor.stride())}"
             self.values.append(f"{name} must have each element at a place of its own, got {got}")
 
+    def apart(self, a: str, first: Tensor, b: str, second: Tensor) -> None:
+        """Two tensors that the op writes."""
+        if isinstance(first, Tensor) and isinstance(second, Tensor) and share_memory(first, second):
+            self.values.append(f"{a} and {b} must share no memory, got views of the same")
+
     def shape(self, name: str, tensor: Tensor, need: tuple[int, ...]) -> None:
         """The shape of a tensor; a negative number stands for any size. What is no tensor of this rank was named before."""
         if not isinstance(tensor, Tensor) or tensor.shape == need:
@@ -153,25 +158,24 @@ class Reasons:
 
     # -- numbers --------------------------------------------------------------------------------------------------
 
-    def integer(self, name: str, value: int, least: int) -> int:
-        """A host integer, at least ``least``."""
+    def integer(self, name: str, value: int, least: int, most: int | None = None) -> int:
+        """A host integer, at least ``least`` and at most ``most``."""
         if type(value) is int:
-            if value >= least:
+            if value < least:
+                self.values.append(f"{name} must be at least {least}, got {value}")
+            elif most is not None and value > most:
+                self.values.append(f"{name} must be at most {most}, got {value}")
+            else:
                 return value
-            self.values.append(f"{name} must be at least {least}, got {value}")
         elif isinstance(value, bool | Tensor | np.ndarray) or not hasattr(value, "__index__"):
             self.types.append(f"{name} must be an int on the host, got {type(value).__name__}")
         else:
-            return self.integer(name, value.__index__(), least)
+            return self.integer(name, value.__index__(), least, most)
         return UNKNOWN
 
     def longest(self, name: str, value: int, least: int = 0) -> int:
         """A host integer that bounds the length of a sequence."""
-        value = self.integer(name, value, least)
-        if value > MAX_LENGTH:
-            self.values.append(f"{name} must be at most {MAX_LENGTH}, got {value}")
-            return UNKNOWN
-        return value
+        return self.integer(name, value, least, MAX_LENGTH)
 
     def flag(self, name: str, value: bool) -> None:
         if type(value) is not bool:
@@ -310,6 +314,24 @@ def overlaps(tensor: Tensor) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
+
+
+class Places:
+    """Where a tensor's elements are, as NumPy takes it; nothing of it is read."""
+
+    def __init__(self, x: Tensor) -> None:
+        strides = tuple(stride * x.itemsize for stride in x.stride())
+        self.__array_interface__ = {"version": 3, "data": (x.data_ptr(), False), "typestr": f"|V{x.itemsize}", "shape": tuple(x.shape), "strides": strides}
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether some element of one lies on one of the other, however they are interleaved; False also where that takes too long to tell."""
+    if a.device != b.device or a.device.type == "meta" or not a.numel() or not b.numel():
+        return False
+    try:
+        return np.shares_memory(np.asarray(Places(a)), np.asarray(Places(b)), max_work=100_000)
+    except np.exceptions.TooHardError:
+        return False
 
 
 def either(names: Sequence[object]) -> str:

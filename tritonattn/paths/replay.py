@@ -64,7 +64,7 @@ def repeat(known: dict[Key, Recording], key: Key, values: Sequence[Any], functio
     # Not where Triton launches; or launches are compiled and never run: then there is no launcher.
     if (device.index != index and device.type != "cpu") or not hasattr(here, "launcher_cls"):
         return function()
-    facts += (index, detect(device))
+    facts += (index, detect(device), len(set(handles)))  # the last: one tensor given twice may be refused
     signature = tuple(facts)
     recording = known.get(signature)
     if recording is not None:
