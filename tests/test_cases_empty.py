@@ -138,6 +138,27 @@ def test_case_12_more_rows_than_tokens(device):
     cases.extend([(9, 20), (0, 0)]).check(device)
 
 
+@pytest.mark.parametrize("sinks", [None, SINKS], ids=["no sink", "sink"])
+def test_what_padding_gets(device, sinks):
+    """As `mha` says: rows that see no key in prefill and extend; in decode and the router what was there, or 0, and LSE -inf."""
+    options = {"sinks": sinks}
+    batch = cases.Batch([(1, 9), (1, 20)])
+    new_lse = torch.full((3, cases.PAD_ROWS), -math.inf) if sinks is None else sinks[:, None].expand(3, cases.PAD_ROWS)
+    for case, left in (
+        (cases.prefill([(3, 3), (2, 2)], options={"causal": True, **options}), False), (cases.extend([(3, 30), (2, 9)], options=options), False),
+        (cases.decode(batch, options=options), True),
+    ):  # fmt: skip
+        args = case.args
+        if case.cache is not None:
+            args = args | dict(zip(("k_cache", "v_cache", "block_table"), case.cache.poisoned("nan"), strict=True))
+        args = {name: cases.to(value, device) for name, value in args.items()}
+        for given in (False, True):
+            out = torch.full_like(args["q"], cases.MARK) if given else None
+            out, lse = getattr(tritonattn, case.op)(**args | {"out": out, "return_lse": True})
+            assert (out[case.rows :] == (cases.MARK if given and left else 0)).all()
+            assert torch.equal(lse[:, case.rows :].cpu(), torch.full_like(new_lse, -math.inf) if left else new_lse)
+
+
 @pytest.mark.parametrize("head_size", [128, 192])
 def test_case_93_tiles_that_a_row_may_not_see(device, head_size):
     """The first tile of the keys is hidden from some rows of a block, and some splits hold no key of a row at all."""

@@ -11,6 +11,8 @@ Shapes, units and score order are those of the words below, for every op.
   as none, +inf takes all weight: `out = 0`, and `lse` is the largest number, not +inf, which says "no key" to a merge.
 - A descale (`real = stored * descale`) is a float, a 1-element float32 device tensor, or `[Hkv]`.
 - `lse` is float32, natural log, `[Hq, T]`. A row that sees no key has `out = 0` and `lse = -inf` (with a sink: `lse = sink`).
+- Padding, query tokens past the last sequence: prefill and extend treat it as rows that see no key, in a given `out` too. Decode and
+  `Router` leave it as it is in a given `out`; in a new one it is 0. Their `lse` of it is -inf, with sinks too.
 """
 
 from __future__ import annotations
