@@ -1,12 +1,14 @@
 """Cases from the field about empty, masked and padded work; a test is named after the number of its case."""
 
 import math
+import warnings
 
 import pytest
 import torch
 
 import tritonattn
 from tests import cases
+from tritonattn import layouts
 
 SINKS = torch.tensor([0.5, -1.0, 2.0])
 SPLITS = pytest.mark.parametrize("num_splits", [1, 4])
@@ -166,3 +168,18 @@ def test_case_93_tiles_that_a_row_may_not_see(device, head_size):
     cases.prefill([(70, 200)], options={"causal": True, "window_size": (40, 0)}, **shape).check(device)
     for num_splits in (2, 4):
         cases.decode([(40, 100), (1, 3)], options={"window_size": (20, 0)}, **shape).check(device, num_splits=num_splits)
+
+
+@pytest.mark.parametrize("layout", layouts.PAGED_LAYOUTS)
+def test_garbage_goes_by_without_a_warning(device, layout):
+    """What no token was written to is multiplied and then masked, which NumPy, under the interpreter, would speak of."""
+    q, lens = torch.randn(1, 4, 64, dtype=torch.bfloat16, device=device) * 4, torch.tensor([12], dtype=torch.int32, device=device)
+    caches = [x.fill_(3e38) for x in layouts.allocate(layout, 1, 16, 2, 64, dtype=torch.bfloat16, device=device)]
+    key = torch.randn(12, 2, 64, dtype=torch.bfloat16, device=device)
+    tritonattn.reshape_and_cache(key, key, *caches, torch.arange(12, device=device), kv_layout=layout)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        out = tritonattn.decode_attention(
+            q, *caches, seqused_k=lens, block_table=torch.zeros(1, 1, dtype=torch.int32, device=device), max_seqlen_k=12, kv_layout=layout
+        )
+    assert out.isfinite().all()

@@ -20,7 +20,6 @@ import shlex
 import tempfile
 import time
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,7 +63,6 @@ def run(args: argparse.Namespace) -> int:
         problem = try_recipe(parse_recipe(args.replay), device)
         print(problem or "right")
         return 1 if problem else 0
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # numpy, in the interpreter: exp2 may overflow
     reasons = []
     if unknown := [op for op in args.op if op not in OPS]:
         reasons.append(f"--op must be one of {', '.join(OPS)}, got {', '.join(unknown)}")

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -95,7 +96,8 @@ def run(kernel: Any, grid: tuple[int, ...], args: tuple, flags: Mapping[str, Any
     if known is None:
         if args[0].is_cuda and is_capturing(args[0].device):
             _require_loaded(kernel, grid, args, {**flags, **static, **row.options})
-        compiled = kernel[grid](*args, **flags, **static, **row.options)
+        with np.errstate(all="ignore"):  # the interpreter's NumPy: unwritten slots are multiplied too, and masked after it
+            compiled = kernel[grid](*args, **flags, **static, **row.options)
         if not isinstance(compiled, CompiledKernel):  # interpreted, or compiling elsewhere, ahead of time
             replay.unrepeatable()
             return
