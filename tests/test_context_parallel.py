@@ -80,6 +80,7 @@ def check(rank: int, world: int) -> None:
         torch.testing.assert_close(a.double(), b, rtol=0, atol=3e-6)
 
     rows = build(48, 1, generator)
+    mha_table = table
     q = torch.randn(sum(QUERY_LENS), 5, 48, generator=generator)
     whole, table = paged(rows)
     want = ta.reference.mla_decode(q, whole[:, :, 0], seqused_k=lens(KEYS), block_table=table, softmax_scale=0.2, kv_lora_rank=32, **common)
@@ -90,6 +91,14 @@ def check(rank: int, world: int) -> None:
     )  # fmt: skip
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=0, atol=3e-6)
+
+    # What only the rank with the new tokens would use is refused on all of them: none waits for another.
+    for wrong in ({"sinks": sinks[:2]}, {"sinks": None, "causal": 1}):
+        with pytest.raises((ValueError, TypeError), match=r"cp_decode_attention: (sinks must be|causal must be)"):
+            cp_decode_attention(
+                torch.randn(sum(QUERY_LENS), 6, 32), k, v, seqused_k=lens(spread[rank]), block_table=mha_table, max_seqlen_k=max(spread[rank]),
+                kv_layout="nhd", **wrong, **common,
+            )  # fmt: skip
 
     # A rank without any key for a row contributes nothing, whatever its output holds.
     out = torch.full((1, 1, 2), float(rank + 1)) if rank < 2 else torch.full((1, 1, 2), torch.nan)
@@ -118,9 +127,60 @@ def test_ranks_together_are_one_rank(world):
     assert all(process.exitcode == 0 for process in processes)
 
 
-def test_what_needs_whole_positions_is_refused():
-    q = torch.zeros(1, 2, 32)
-    with pytest.raises(ValueError, match=r"window_size is not supported over several ranks; alibi_slopes is not"):
-        cp_decode_attention(
-            q, q, q, seqused_k=q, block_table=q, max_seqlen_k=1, window_size=(3, -1), alibi_slopes=torch.zeros(2)
-        )  # fmt: skip
+@pytest.fixture
+def alone():
+    """A group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def one_rank(**changes):
+    lens = {"seqused_k": torch.tensor([6, 12]).int(), "block_table": torch.tensor([[0, 1], [2, 3]]).int(), "max_seqlen_k": 12}
+    cache = torch.zeros(4, 16, 2, 64)
+    return {"q": torch.zeros(2, 8, 64), "k_cache": cache, "v_cache": cache, "kv_layout": "nhd", **lens, **changes}
+
+
+def one_rank_mla(**changes):
+    args = one_rank(q=torch.zeros(2, 4, 48), kv_cache=torch.zeros(4, 16, 48), softmax_scale=0.1, kv_lora_rank=32)
+    return {name: value for name, value in args.items() if name not in ("k_cache", "v_cache", "kv_layout")} | changes
+
+
+@pytest.mark.parametrize(("changes", "error", "words"), [
+    ({"q": None}, TypeError, ["q must be a tensor, got NoneType"]),
+    ({"v_cache": None}, TypeError, ["v_cache must be a tensor, got NoneType"]),
+    ({"v_cache": torch.zeros(4, 16, 64)}, ValueError, ["v_cache must have 4 dimensions"]),
+    ({"new_tokens_on": "0"}, TypeError, ["new_tokens_on must be an int on the host, got str"]),
+    ({"new_tokens_on": None, "causal": 1}, TypeError, ["new_tokens_on must be an int on the host, got NoneType", "causal must be a bool, got int"]),
+    ({"new_tokens_on": 3, "window_size": (1, 0)}, ValueError, ["new_tokens_on must be at most 0, got 3", "window_size is not supported over several ranks"]),
+    ({"new_tokens_on": -2}, ValueError, ["new_tokens_on must be at least -1, got -2"]),
+    ({"causal": "x"}, TypeError, ["causal must be a bool, got str"]),
+    ({"window_size": 3, "sinks": torch.zeros(3)}, ValueError, ["window_size must be a pair (left, right), got 3", "sinks must be [8], got [3]"]),
+    ({"window_size": (3, -1), "alibi_slopes": torch.zeros(8), "out": torch.zeros(2, 8, 64)}, ValueError,
+     ["window_size is not supported over several ranks, got (3, -1); alibi_slopes is not supported over several ranks; out is not supported over"]),
+    ({"group": 3}, TypeError, ["group must be a process group that this rank is in, or None, got int"]),
+    ({"windw_size": 3}, TypeError, ["cp_decode_attention() got an unexpected keyword argument 'windw_size'"]),
+])  # fmt: skip
+def test_bad_input_is_named(alone, changes, error, words):
+    with pytest.raises(error, match=r"^cp_decode_attention") as caught:
+        cp_decode_attention(**one_rank(**changes))
+    assert all(text in str(caught.value) for text in words), caught.value
+
+
+@pytest.mark.parametrize(("changes", "error", "text"), [
+    ({"q": ()}, ValueError, "q must be a tensor or a pair (latent, rope), got 0 of them"), ({"kv_lora_rank": None}, TypeError, "kv_lora_rank must be an int"),
+    ({"kv_cache": None}, TypeError, "kv_cache must be a tensor"), ({"out": torch.zeros(2, 4, 32)}, ValueError, "out is not supported over several ranks"),
+    ({"new_tokens_on": 1}, ValueError, "new_tokens_on must be at most 0, got 1"),
+])  # fmt: skip
+def test_bad_input_of_mla_is_named(alone, changes, error, text):
+    with pytest.raises(error, match=r"^cp_mla_decode: ") as caught:
+        cp_mla_decode(**one_rank_mla(**changes))
+    assert text in str(caught.value)
+
+
+def test_what_the_ops_take_is_taken(alone):
+    """Options as they are without being given, unlimited windows, and queries of MLA as a list."""
+    for window_size in ((-1, -1), [-1, 1 << 30]):
+        assert cp_decode_attention(**one_rank(window_size=window_size, out=None, alibi_slopes=None, num_splits=2)).shape == (2, 8, 64)
+    q = [torch.zeros(2, 4, 32), torch.zeros(2, 4, 16)]
+    assert cp_mla_decode(**one_rank_mla(q=q, out=None)).shape == (2, 4, 32)

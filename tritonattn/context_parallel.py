@@ -6,16 +6,19 @@ all-gather of the LSEs, one all-reduce of the outputs, each scaled by its share 
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonattn import checks
+from tritonattn.checks.reasons import UNKNOWN
 from tritonattn.mha import decode_attention
 from tritonattn.mla import mla_decode
-
-_REFUSED = ("window_size", "alibi_slopes", "out")  # the first two need the positions of the keys in the whole sequence
 
 
 def merge_over_ranks(out: Tensor, lse: Tensor, group: dist.ProcessGroup | None = None) -> tuple[Tensor, Tensor]:
@@ -46,15 +49,16 @@ def cp_decode_attention(
     sinks [Hq]: as in `decode_attention`; they enter once. `options` go to `decode_attention`.
 
     Returns out [T, Hq, Dv] and, with return_lse, lse, the same on every rank.
-    Raises ValueError for options that depend on a key's place in the whole sequence (window_size, alibi_slopes), and for `out`.
+    Raises ValueError or TypeError with every reason, before any launch and before the ranks meet: all of them check what they share, also what
+    only one of them uses. Not supported are options that depend on a key's place in the whole sequence (window_size, alibi_slopes), and `out`.
     """
-    _refuse(options)
-    owner = _owner(new_tokens_on, group)
-    rank = dist.get_rank(group)
-    out, lse = decode_attention(
-        q, k_cache, v_cache, seqused_k=seqused_k, block_table=block_table, max_seqlen_k=max_seqlen_k,
-        causal=causal and rank == owner, sinks=sinks if rank == owner else None, return_lse=True, **_wide(q, v_cache.shape[3]), **options,
-    )  # fmt: skip
+    ranks, rank = _ranks(group, new_tokens_on)
+    given = {"seqused_k": seqused_k, "block_table": block_table, "max_seqlen_k": max_seqlen_k, "causal": causal, "sinks": sinks}
+    call = _keywords("cp_decode_attention", decode_attention, given | options)
+    problem, _, _ = checks.check_decode(q, k_cache, v_cache, ranks=ranks, **call)
+    owns = rank == new_tokens_on % ranks.size
+    call |= {"causal": causal and owns, "sinks": sinks if owns else None, "out": _wide(q, problem.v_head_size)}
+    out, lse = decode_attention(q, k_cache, v_cache, return_lse=True, **call)
     return _result(q, *merge_over_ranks(out, lse, group), return_lse)
 
 
@@ -64,32 +68,44 @@ def cp_mla_decode(
     causal: bool = True, return_lse: bool = False, **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`mla_decode` over latent rows on several ranks; the arguments as in `cp_decode_attention`."""
-    _refuse(options)
-    owns = dist.get_rank(group) == _owner(new_tokens_on, group)
-    queries = q[0] if isinstance(q, tuple) else q
-    out, lse = mla_decode(
-        q, kv_cache, seqused_k=seqused_k, block_table=block_table, max_seqlen_k=max_seqlen_k, softmax_scale=softmax_scale,
-        kv_lora_rank=kv_lora_rank, causal=causal and owns, return_lse=True, **_wide(queries, kv_lora_rank), **options,
-    )  # fmt: skip
+    ranks, rank = _ranks(group, new_tokens_on)
+    given = {
+        "seqused_k": seqused_k, "block_table": block_table, "max_seqlen_k": max_seqlen_k, "softmax_scale": softmax_scale,
+        "kv_lora_rank": kv_lora_rank, "causal": causal,
+    }  # fmt: skip
+    call = _keywords("cp_mla_decode", mla_decode, given | options)
+    problem, _, queries, _ = checks.check_mla_decode(q, kv_cache, ranks=ranks, **call)
+    call |= {"causal": causal and rank == new_tokens_on % ranks.size, "out": _wide(queries, problem.v_head_size)}
+    out, lse = mla_decode(q, kv_cache, return_lse=True, **call)
     return _result(queries, *merge_over_ranks(out, lse, group), return_lse)
 
 
-def _refuse(options: dict[str, Any]) -> None:
-    wrong = [f"{name} is not supported over several ranks" for name in _REFUSED if name in options]
-    if wrong:
-        raise ValueError("; ".join(wrong))
+def _ranks(group: dist.ProcessGroup | None, new_tokens_on: int) -> tuple[checks.Ranks, int]:
+    """The group as it is checked, and this rank's number in it."""
+    if group is not None and not isinstance(group, dist.ProcessGroup):  # of a group that it is not in, a rank has a placeholder
+        return checks.Ranks(group, UNKNOWN, new_tokens_on), UNKNOWN
+    return checks.Ranks(group, dist.get_world_size(group), new_tokens_on), dist.get_rank(group)
 
 
-def _owner(rank: int, group: dist.ProcessGroup | None) -> int:
-    size = dist.get_world_size(group)
-    if not -size <= rank < size:
-        raise ValueError(f"new_tokens_on must be a rank of a group of {size}, got {rank}")
-    return rank % size
+@cache
+def _defaults(function: Callable) -> dict[str, Any]:
+    keywords = {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY}
+    del keywords["return_lse"]
+    return keywords
 
 
-def _wide(q: Tensor, v_head_size: int) -> dict[str, Any]:
+def _keywords(op: str, function: Callable, given: dict[str, Any]) -> dict[str, Any]:
+    """All keywords of a call of `function` but `return_lse`: those given, the others as it has them by itself."""
+    defaults = _defaults(function)
+    for name in given:
+        if name not in defaults:
+            raise TypeError(f"{op}() got an unexpected keyword argument {name!r}")
+    return defaults | given
+
+
+def _wide(q: Tensor, v_head_size: int) -> Tensor:
     """A float32 output: the parts are rounded once, after their sum."""
-    return {"out": torch.zeros(q.shape[0], q.shape[1], v_head_size, dtype=torch.float32, device=q.device)}
+    return torch.zeros(q.shape[0], q.shape[1], v_head_size, dtype=torch.float32, device=q.device)
 
 
 def _result(q: Tensor, out: Tensor, lse: Tensor, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, FP32, INT32, INTS, UNKNOWN, Reasons, dtype_of, plus, same_as
+from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, FP32, INT32, INTS, MAX_INT32, UNKNOWN, Reasons, dtype_of, plus, same_as
 from tritonattn.layouts import CacheView
-from tritonattn.plan import MAX_SPLITS, bounded
+from tritonattn.plan import MAX_SPLITS, UNLIMITED, bounded
 from tritonattn.problem import FP8_DTYPES, AttnParams, AttnProblem, default_scale
 
 
@@ -88,11 +90,13 @@ def check_extend(
 
 def check_decode(
     q, k_cache, v_cache, *, seqused_k, block_table, max_seqlen_k, cu_seqlens_q, max_seqlen_q, kv_layout, num_splits, ragged,
-    softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale, out,
+    softmax_scale, causal, window_size, softcap, alibi_slopes, sinks, q_descale, k_descale, v_descale, out, ranks: Ranks | None = None,
 ) -> tuple[AttnProblem, CacheView, AttnParams]:  # fmt: skip
-    """Arguments of `decode_attention`."""
-    reasons = Reasons("decode_attention", q)
+    """Arguments of `decode_attention`, and of `cp_decode_attention`."""
+    reasons = Reasons("decode_attention" if ranks is None else "cp_decode_attention", q)
     reasons.options(causal, window_size, softcap, softmax_scale)
+    if ranks is not None:
+        over_ranks(reasons, ranks, out, window_size, alibi_slopes)
     longest = reasons.longest("max_seqlen_k", max_seqlen_k)
     most = reasons.longest("max_seqlen_q", max_seqlen_q, 1)
     reasons.integer("num_splits", num_splits, 0, MAX_SPLITS)
@@ -109,6 +113,27 @@ def check_decode(
     )  # fmt: skip
     problem = problem_of(q, cache.num_kv_heads, cache.v_head_size, k_cache.dtype, cache.kind, cache.block_size, params)
     return problem, cache, params
+
+
+class Ranks(NamedTuple):
+    """The group over whose ranks the keys of a decode call are spread."""
+
+    group: object
+    size: int
+    """`UNKNOWN` where this rank is not in it."""
+    new_tokens_on: int
+
+
+def over_ranks(reasons: Reasons, ranks: Ranks, out, window_size=(-1, -1), alibi_slopes=None) -> None:
+    """What such a call has besides, and what it cannot have: no rank knows the place of its keys in the whole sequence."""
+    if ranks.size == UNKNOWN:
+        reasons.types.append(f"group must be a process group that this rank is in, or None, got {type(ranks.group).__name__}")
+        reasons.integer("new_tokens_on", ranks.new_tokens_on, -MAX_INT32)
+    else:
+        reasons.integer("new_tokens_on", ranks.new_tokens_on, -ranks.size, ranks.size - 1)
+    if isinstance(window_size, tuple | list) and any(isinstance(side, int | np.integer) and 0 <= side < UNLIMITED for side in window_size):
+        reasons.values.append(f"window_size is not supported over several ranks, got {window_size!r}")
+    reasons.values += [f"{name} is not supported over several ranks" for name, x in (("alibi_slopes", alibi_slopes), ("out", out)) if x is not None]
 
 
 def query_rows(reasons: Reasons, name: str, tokens: int, cu_seqlens_q, batch: int, max_seqlen_q: int) -> None:

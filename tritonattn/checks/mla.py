@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonattn import layouts
-from tritonattn.checks.mha import cache_dtype, gathered, problem_of, query_rows, slots, spans
+from tritonattn.checks.mha import Ranks, cache_dtype, gathered, over_ranks, problem_of, query_rows, slots, spans
 from tritonattn.checks.reasons import FLOATS, FLOATS_AND_FP8, INT32, UNKNOWN, Reasons, dtype_of, plus, same_as
 from tritonattn.layouts import CacheView
 from tritonattn.plan import MAX_SPLITS
@@ -17,12 +17,14 @@ MIN_LATENT, MAX_LATENT, MIN_ROPE, MAX_ROPE, LATENT_STEP = 32, 512, 16, 128, 16
 
 def check_mla_decode(
     q, kv_cache, *, seqused_k, block_table, max_seqlen_k, softmax_scale, kv_lora_rank, cu_seqlens_q, max_seqlen_q, num_splits, ragged,
-    causal, q_descale, kv_descale, rope_descale, out,
+    causal, q_descale, kv_descale, rope_descale, out, ranks: Ranks | None = None,
 ) -> tuple[AttnProblem, MlaParams, Tensor, Tensor | None]:  # fmt: skip
-    """Arguments of `mla_decode`. Gives q, or its latent and its rope part where it came as a pair."""
+    """Arguments of `mla_decode`, and of `cp_mla_decode`. Gives q, or its latent and its rope part where it came as a pair."""
     name, parts = ("q[0]", q) if isinstance(q, tuple | list) else ("q", (q, None))
     q, q_rope = parts if len(parts) == 2 else (None, None)
-    reasons = Reasons("mla_decode", q)
+    reasons = Reasons("mla_decode" if ranks is None else "cp_mla_decode", q)
+    if ranks is not None:
+        over_ranks(reasons, ranks, out)
     tokens = heads = UNKNOWN
     if len(parts) == 2:
         tokens, heads, _ = reasons.rows(name, q, 3, FLOATS_AND_FP8)
