@@ -111,6 +111,23 @@ def test_an_op_refuses_a_simulated_gpu_that_is_none(use):
     assert "ValueError: TRITONATTN_SIM must be one of gfx942, gfx950, got 'foo'" in done.stderr
 
 
+def test_a_simulator_that_does_not_start_is_no_silent_one():
+    code = (
+        "import sys, types; broken = sys.modules['tritonattn.simulator'] = types.ModuleType('tritonattn.simulator')\n"
+        "def use(arch): raise ValueError('no such thing')\n"
+        "broken.use = use; import tritonattn"
+    )
+    env = os.environ | {"TRITON_INTERPRET": "", "TRITONATTN_SIM": "gfx942"}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, env=env)
+    assert done.returncode == 1 and "no such thing" in done.stderr
+
+
+def test_what_the_package_lacks_is_no_attribute_whatever_the_variables_are():
+    env = os.environ | {"TRITON_INTERPRET": "", "TRITONATTN_SIM": "foo"}
+    code = "import tritonattn; assert not hasattr(tritonattn, 'nothing_of_the_kind')"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env).returncode == 0
+
+
 def test_info_names_the_simulator():
     facts = json.loads(command("info", "--json", TRITON_INTERPRET="", TRITONATTN_SIM="gfx942").stdout)
     [note] = [note for note in facts["notes"] if note.startswith("no GPU")]

@@ -22,15 +22,15 @@ __all__ = [*_HOME, *_MODULES]
 
 
 def __getattr__(name: str):
+    if name not in __all__:
+        raise AttributeError(f"module 'tritonattn' has no attribute {name!r}")
     simulated_arch()  # refused here, not by the import below: a command says it in one line
     if name in _HOME:
         value = getattr(import_module(f"tritonattn.{_HOME[name]}"), name)
         if os.environ.get("TRITONATTN_LOG") and callable(value) and not isinstance(value, type):
             value = import_module("tritonattn.log").traced(value)
-    elif name in _MODULES:
-        value = import_module(f"tritonattn.{name}")
     else:
-        raise AttributeError(f"module 'tritonattn' has no attribute {name!r}")
+        value = import_module(f"tritonattn.{name}")
     globals()[name] = value
     return value
 
@@ -39,6 +39,8 @@ def __dir__():
     return sorted({*globals(), *__all__})
 
 
+_simulated = ""
 with suppress(ValueError):
-    if simulated_arch():  # every kernel of this process runs there
-        import_module("tritonattn.simulator").use(simulated_arch())
+    _simulated = simulated_arch()
+if _simulated:  # every kernel of this process runs there
+    import_module("tritonattn.simulator").use(_simulated)
